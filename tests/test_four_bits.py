@@ -468,7 +468,7 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
         assert note_of(originals, "four_bits").endswith("21 of compressed-tensors in groups of 64")
     assert addresses(model) == before
     assert torch.equal(plain_tokens(model, prompt), expected)
-    remedy = r"was decompressed: .* before its first call, .*dequantize=True"
+    remedy = r"was decompressed: .* before its first call; .*dequantize=True"
     with pytest.raises(UnsupportedModelError, match=remedy):
         optimize_with_triton(model)  # the package has put its offloading around every layer
     model = load()

@@ -29,7 +29,7 @@ from packaging.version import Version
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from .four_bit_experts import FORMAT, MIDDLE, registered, stored_names, unpacked
+from .four_bit_experts import FORMAT, MIDDLE, WORD, registered, stored_names, unpacked
 
 METHODS = ("gptq", "awq")
 WORDS = ("qweight", "qzeros", "g_idx")  # of a matrix
@@ -39,17 +39,21 @@ OURS = "GPTQ or AWQ in the layout of compressed-tensors"
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations name the number of experts."""
 
-READ = ("quant_method", "bits", "w_bit", "group_size", "q_group_size", "sym", "zero_point", "desc_act", "pack_dtype")
+READ = {
+    *("backend", "bits", "desc_act", "dynamic", "group_size", "pack_dtype", "q_group_size", "quant_method", "sym"),
+    *("w_bit", "zero_point"),
+}
 LAYOUT = ("version", "checkpoint_format", "format")  # the first that there is
 WITHOUT_EFFECT = {
     *("act_group_aware", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment"),
     *("damp_percent", "dataset", "gptaq", "max_input_length", "meta", "model_file_base_name", "model_name_or_path"),
     *("model_seqlen", "module_name_preceding_first_block", "mse", "offload_to_disk", "pad_token_id", "static_groups"),
     *("tokenizer", "true_sequential", "modules_in_block_to_quantize", "modules_to_not_convert"),
-    *("backend", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
+    *("disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
     *("use_cuda_fp16", "use_exllama"),
 }
-"""Fields for the calibration and for other kernels, and which layers are quantised, which their tensors show."""
+"""Fields for the calibration and for other kernels, and which layers are quantised, which their tensors show. So does
+`dynamic`, but for rules of a layer's own."""
 
 
 class UnreadableError(BaseException):
@@ -86,18 +90,20 @@ def scheme_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What the weights are, in the terms of compressed-tensors. stored: the checkpoint's quantization_config. Raises
     ValueError for a field that asks for another layout or is not known."""
     method, layout = stored["quant_method"], _layout_of(stored)
-    found: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "bits": (stored.get("bits", stored.get("w_bit")), (4,)),
-        "version or format": (layout, ("gemm",) if method == "awq" else ("gptq", "gptq_v2")),
-        "desc_act": (stored.get("desc_act"), (False, None)),
-        "pack_dtype": (stored.get("pack_dtype"), ("int32", None)),
+    group, dynamic = stored.get("group_size", stored.get("q_group_size", 128)), stored.get("dynamic") or {}
+    found: dict[str, tuple[Any, bool]] = {
+        "bits": (bits := stored.get("bits", stored.get("w_bit")), bits == 4),
+        "version or format": (layout, layout in (("gemm",) if method == "awq" else ("gptq", "gptq_v2"))),
+        "group_size": (group, isinstance(group, int) and (group == -1 or group > 0)),
+        "desc_act": (stored.get("desc_act"), not stored.get("desc_act")),
+        "pack_dtype": (stored.get("pack_dtype"), stored.get("pack_dtype") in ("int32", None)),
+        "backend": (stored.get("backend"), stored.get("backend") != "llm-awq"),  # of another order
+        "dynamic": (dynamic, all(name.startswith("-:") or rule in ({}, True) for name, rule in dynamic.items())),
     }
     others = stored.keys() - {*READ, *LAYOUT, *WITHOUT_EFFECT}
-    found |= {name: (stored[name], (None, False, 0, "", [], {})) for name in sorted(others)}
-    for name, (value, readable) in found.items():
-        if value not in readable:
-            raise ValueError(f"weights by {method} with {name} = {value!r} in quantization_config are not read")
-    group = stored.get("group_size", stored.get("q_group_size", 128))
+    found |= {name: (stored[name], not stored[name]) for name in others}
+    if wrong := [f"{name} = {value!r}" for name, (value, readable) in sorted(found.items()) if not readable]:
+        raise ValueError(f"weights by {method} with {', '.join(wrong)} in quantization_config are not read")
     sizes = {"strategy": "group", "group_size": group} if group > 0 else {"strategy": "channel"}
     symmetric = not stored.get("zero_point", True) if method == "awq" else stored.get("sym", True)
     return {"num_bits": 4, "type": "int", "symmetric": bool(symmetric), "dynamic": False, **sizes}
@@ -109,7 +115,7 @@ def _layout_of(stored: Mapping[str, Any]) -> str:
 
 
 def in_rows(
-    layout: str, symmetric: bool, words: Tensor, zeros: Tensor | None, groups: Tensor | None
+    layout: str, symmetric: bool, words: Tensor, zeros: Tensor, groups: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """A matrix [N, K] as compressed-tensors has it: words [N, K / 8], and unless `symmetric` zeros [N / 8, K / group].
 
@@ -117,26 +123,26 @@ def in_rows(
     order other than that of their groups, for zeros of a symmetric matrix that are not 8, and for those that may be 0
     or 16.
     """
-    of_awq = layout == "gemm"
-    words = _packed(_in_order(unpacked(words)).T.contiguous()) if of_awq else words.T.contiguous()
-    points = None if zeros is None else unpacked(zeros)
-    if points is not None:
-        if groups is not None:
-            size = len(groups) // len(points)
-            if not torch.equal(groups.long(), torch.arange(len(groups), device=groups.device) // size):
-                raise ValueError("its g_idx has another order than its groups, as with desc_act")
-        if of_awq:
-            points = _in_order(points)
-        elif layout == "gptq":
-            if (points == 15).any():
-                raise ValueError("its qzeros are less 1, and 15 may stand for 0 or for 16: save it in format gptq_v2")
-            points = points + 1
-    if symmetric and points is not None and (points != MIDDLE).any():
-        raise ValueError("its scheme is symmetric, but its qzeros do not stand for 8")
+    if any(part.dtype != torch.int32 or part.dim() != 2 for part in (words, zeros)):
+        kinds = [f"{part.dtype} {list(part.shape)}" for part in (words, zeros)]
+        raise ValueError(f"its qweight and qzeros must be int32 matrices, got {' and '.join(kinds)}")
+    points, depth = unpacked(zeros), len(words) * (1 if layout == "gemm" else WORD)
+    if groups is not None:
+        in_order = torch.arange(depth, device=groups.device) * len(points) // depth
+        if not torch.equal(groups.long(), in_order):
+            raise ValueError("its g_idx has another order than its groups, as with desc_act")
+    if layout == "gemm":
+        words, points = _packed(_in_order(unpacked(words)).T.contiguous()), _in_order(points)
+    else:
+        words = words.T.contiguous()
+    if layout == "gptq":
+        if (points == 15).any():
+            raise ValueError("its qzeros are less 1, and 15 may stand for 0 or for 16: save it in format gptq_v2")
+        points = points + 1
     if symmetric:
+        if (points != MIDDLE).any():
+            raise ValueError("its scheme is symmetric, but its qzeros do not stand for 8")
         return (words,)
-    if points is None:
-        raise ValueError("it lacks qzeros")
     return words, _packed(points).T.contiguous()
 
 
@@ -175,7 +181,7 @@ def _register() -> None:
         ) -> dict[str, Any]:
             try:
                 return self._converted(input_dict, source_patterns, target_patterns)
-            except ValueError as error:
+            except Exception as error:
                 raise UnreadableError(f"{where['full_layer_name']}: {error}") from error
 
         def _converted(
@@ -184,13 +190,14 @@ def _register() -> None:
             projections: dict[str, dict[str, Any]] = {}
             for pattern in source_patterns:
                 projection, _, name = pattern.rpartition(".")
-                projections.setdefault(projection, {})[name] = input_dict.pop(pattern, None)
+                projections.setdefault(projection, {})[name] = input_dict.pop(pattern, [])
             parts: list[tuple[Tensor, ...]] = []
             for tensors in projections.values():
-                if not tensors["qweight"]:
-                    raise ValueError("it lacks qweight")
-                missing = [None] * len(tensors["qweight"])
-                stored = zip(*(tensors[name] or missing for name in WORDS), strict=True)
+                counts = {name: len(found) for name, found in tensors.items() if found or name != "g_idx"}
+                if len({*counts.values()}) > 1 or not counts["qweight"]:
+                    raise ValueError(f"there must be one tensor of each kind for a matrix, got {counts}")
+                places = tensors["g_idx"] or [None] * counts["qweight"]
+                stored = zip(tensors["qweight"], tensors["qzeros"], places, strict=True)
                 rows = [in_rows(self.layout, self.symmetric, *each) for each in stored]
                 parts.append(tuple(map(torch.stack, zip(*rows, strict=True))))
             found = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
@@ -203,7 +210,11 @@ def _register() -> None:
     class Transposed(ConversionOps):
         """Each matrix of the lists."""
 
-        def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        def convert(self, input_dict: dict[str, Any], *_: Any, **where: Any) -> dict[str, Any]:
+            for pattern, matrices in input_dict.items():
+                if len(shapes := {matrix.shape for matrix in matrices}) > 1:
+                    shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
+                    raise UnreadableError(f"{where['full_layer_name']}: {pattern} has matrices of {shown}")
             return {pattern: [matrix.T for matrix in matrices] for pattern, matrices in input_dict.items()}
 
     @register_quantization_config(OURS)
@@ -222,8 +233,9 @@ def _register() -> None:
             super().__init__(quantization_config, **options)
 
         def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
-            names = stored_names(options["checkpoint_files"])
-            _ignore_zero_biases(model, names, options["checkpoint_files"] or ())
+            files = options["checkpoint_files"] or ()
+            names = _names_in(model, stored_names(files))
+            _ignore_zero_biases(model, names, files)
             linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
             self.compressor.quantization_config.ignore = [name for name in linear if f"{name}.qweight" not in names]
             super()._process_model_before_weight_loading(model, **options)
@@ -249,19 +261,33 @@ def _register() -> None:
             return found
 
         def is_serializable(self) -> bool:
-            return False
+            raise ValueError("weights by GPTQ and AWQ are not written again: use the checkpoint they come from")
 
 
-def _ignore_zero_biases(model: Any, names: set[str], files: Iterable[str]) -> None:
+def _names_in(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Stored names by those that transformers gives them in a model before it stacks experts."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    known = dict.fromkeys([*model.state_dict(), *(f"{name}.qweight" for name in linear)], True)
+    prefix = model.base_model_prefix
+    return {rename_source_key(name, renamings, [], prefix, known)[0]: name for name in stored}
+
+
+def _ignore_zero_biases(model: Any, names: Mapping[str, str], files: Iterable[str]) -> None:
     """Let the loading pass over biases of zeros, which some versions of the packages write for layers that have none.
-    Raises ValueError for others."""
-    known = {name for name, _ in model.named_parameters()}
-    biases = {name for name in names - known if name.endswith(".bias")}
-    biases = {name for name in biases if f"{name.removesuffix('bias')}qweight" in names}
+    Raises ValueError for others. names: see _names_in."""
+    if not all(str(file).endswith(".safetensors") for file in files):
+        return
+    unknown = {name for name in names.keys() - model.state_dict().keys() if name.endswith(".bias")}
+    ends = {name.split(".")[-2] for name in unknown if f"{name.removesuffix('bias')}qweight" in names}
+    biases = {names[name] for name in unknown if name.split(".")[-2] in ends}
     for file in files if biases else ():
         with safe_open(file, "pt") as tensors:
             for name in sorted(biases.intersection(tensors.keys())):
                 if tensors.get_tensor(name).any():
                     raise ValueError(f"it has {name}, which is not zero, and the model has no such bias")
-    ends = {rf"\.{re.escape(name.split('.')[-2])}\.bias$" for name in biases}
-    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ends}
+    ignored = {rf"\.{re.escape(end)}\.bias$" for end in ends}
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}

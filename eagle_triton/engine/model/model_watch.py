@@ -55,7 +55,8 @@ MODULE_FIELDS = {
 
 DECOMPRESSED = (
     "the own forward of a compressed model puts compressed-tensors' offloading around every layer (load the model "
-    "again and optimise it before its first call, or load it with CompressedTensorsConfig(dequantize=True))"
+    "again and optimise it before its first call; a checkpoint of compressed-tensors may also be loaded with "
+    "CompressedTensorsConfig(dequantize=True))"
 )
 
 TREE_SIZES = ("total_tokens", "total_token")

@@ -35,7 +35,10 @@ BASES = {
 }
 """gptqmodel's base classes, and how transformers loads such a layer in a layout that is read."""
 
-DEQUANTIZE = "load it with CompressedTensorsConfig(dequantize=True)"
+DEQUANTIZE = (
+    "load a checkpoint of compressed-tensors with CompressedTensorsConfig(dequantize=True), and one of GPTQ or AWQ by "
+    "transformers and gptqmodel"
+)
 QUANTISED_TYPES = ("nf4", "fp4")
 
 

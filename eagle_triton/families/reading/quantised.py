@@ -21,7 +21,7 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import blocks_read, read_experts
 from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
 from eagle_triton.families.reading.float8_experts import is_float8_experts
-from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
+from eagle_triton.families.reading.four_bits import DEQUANTIZE, is_four_bit_module, is_known_four_bits, read_four_bits
 from eagle_triton.families.reading.quantised_modules import (
     AS_PUBLISHED,
     EXACT,
@@ -125,8 +125,7 @@ def with_quantised(
     for module, path in paths.items():
         if is_compressed(module) and module not in read:
             raise UnsupportedModelError(
-                f"{path} is compressed until the model's own forward runs, and cannot be called before: load it with "
-                "CompressedTensorsConfig(dequantize=True)",
+                f"{path} is compressed until the model's own forward runs, and cannot be called before: {DEQUANTIZE}",
                 "quantisation",
             )
     others = [module if is_mixture(module) else module.experts for module in paths if has_experts(module)]
