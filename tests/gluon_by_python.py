@@ -4,8 +4,8 @@ It shows what indices, slots and barriers do, which no interpreter of Gluon does
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
 TimeoutError. What an earlier kernel makes is NaN, or no number, until a program has waited for that. Layouts, fences
 and barriers of the threads of one partition mean nothing here, and numbers are double until a kernel asks for another
-kind. It knows what the kernels of hopper_many_rows.py, hopper_fp8.py, hopper_fp8_few_rows.py, hopper_four_bits.py and
-attention_hopper.py in ops/ ask for.
+kind. It knows what the kernels of hopper_many_rows.py, hopper_fp8.py, hopper_fp8_few_rows.py, hopper_four_bits.py,
+hopper_experts.py and attention_hopper.py in ops/ ask for.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from eagle_triton.runtime.launch import recorded
 SECONDS = 20  # a wait may take
 LATE = ("x_desc", "x_scale_ptr")  # what an earlier kernel makes, where a test names nothing else
 NO_NUMBER = -(2**40)  # an integer that is not there yet
+NO_WORD = 0x7FC07FC0  # an int32 of shared memory that nobody has written: two NaN in bf16
+NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # Triton's names that are not torch's
 LATE_SECONDS = 1e-3
 
 
@@ -85,7 +87,9 @@ class Tile:
         return Tile(self.data.T, self.dtype)
 
     def reinterpret(self, dtype: Any, shape: list[int], _layout: Any) -> Tile:
-        return Tile(self.data.reshape([int(size) for size in shape]), dtype)
+        """The same room in another shape. An int32 may become two numbers in bf16, whose bits are kept as int16."""
+        pairs = self.dtype == "int32" and dtype == "bfloat16"
+        return Tile((self.data.view(np.int16) if pairs else self.data).reshape([int(size) for size in shape]), dtype)
 
     def load(self, _: Any) -> Array:
         found = (self.data.astype(self.dtype) if self.dtype in ("int32", "float32") else self.data.copy()).view(Array)
@@ -93,7 +97,8 @@ class Tile:
         return found
 
     def store(self, value: Any) -> None:
-        self.data[:] = value.done()
+        value = value.done()
+        self.data[:] = value.to("int16", bitcast=True) if self.data.dtype == np.int16 else value
 
 
 class Sum:
@@ -171,16 +176,32 @@ class Array(np.ndarray):
     def __array_finalize__(self, other: Any) -> None:
         self.kind = getattr(other, "kind", None)
 
+    @property
+    def dtype(self) -> Any:  # type: ignore[override]
+        """The kind that a kernel has loaded or asked for; without one, NumPy's dtype."""
+        return self.kind or np.asarray(self).dtype
+
+    @dtype.setter
+    def dtype(self, kind: Any) -> None:
+        """Called by NumPy for a view of the same bytes."""
+        self.kind = None
+        np.ndarray.dtype.__set__(self, kind)
+
     def to(self, kind: Any, bitcast: bool = False) -> Array:
         if bitcast and self.kind in ("float16", "bfloat16"):
             half = torch.from_numpy(np.asarray(self)).to(getattr(torch, self.kind))
             return half.view(torch.int16).numpy().view(Array)
         if bitcast:
-            single = self.astype(np.float32) if self.dtype == np.float64 else self
+            single = self.astype(np.float32) if np.asarray(self).dtype == np.float64 else self
             return single.view(kind)
+        if kind is None:
+            return self
         if kind in ("bfloat16", "float8_e4m3fn"):  # which NumPy has not
-            return torch.from_numpy(np.asarray(self)).to(getattr(torch, kind)).float().numpy().view(Array)
-        return self if kind is None else self.astype(kind)
+            found = torch.from_numpy(np.asarray(self)).to(getattr(torch, kind)).float().numpy().view(Array)
+        else:
+            found = self.astype(kind)
+        found.kind = kind
+        return found
 
     def done(self) -> Array:
         return self
@@ -217,7 +238,7 @@ def _calculated(method: Callable) -> Callable:
     return calculate
 
 
-_OPERATIONS = "add radd sub rsub mul rmul floordiv mod and rshift"
+_OPERATIONS = "add radd sub rsub mul rmul floordiv mod and rshift ne"
 for _name in (f"__{name}__" for name in _OPERATIONS.split()):
     setattr(Number, _name, _calculated(getattr(int, _name)))
 
@@ -289,7 +310,8 @@ class Descriptor:
 def _allocated(dtype: Any, shape: list[int], _layout: Any) -> Tile:
     if len(shape) == 2 and shape[1] == 1:
         return Tile([Barrier() for _ in range(shape[0])])
-    return Tile(np.full([int(size) for size in shape], np.nan), dtype)
+    sizes = [int(size) for size in shape]
+    return Tile(np.full(sizes, NO_WORD, np.int32) if dtype == "int32" else np.full(sizes, np.nan), dtype)
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -302,9 +324,30 @@ def _expect(barrier: Barrier, size: int, pred: bool = True) -> None:
         barrier.update(arrivals=1)
 
 
+class Constants(tuple):
+    """A tuple that a function of constants returns: a kernel may ask for its value, as for that of a constexpr."""
+
+    @property
+    def value(self) -> Constants:
+        return self
+
+
+def _of_constants(function: Callable) -> Callable:
+    def called(*given: Any) -> Any:
+        found = function(*given)
+        return Constants(found) if isinstance(found, tuple) else found
+
+    return called
+
+
 def _plain(names: dict[str, Any]) -> dict[str, Any]:
     """The same with the values of constexprs."""
-    return {name: value.value if type(value).__name__ == "constexpr" else value for name, value in names.items()}
+
+    def plain(value: Any) -> Any:
+        value = value.value if type(value).__name__ == "constexpr" else value
+        return Kind(NAMES.get(value.name, value.name)) if type(value).__name__ == "dtype" else value
+
+    return {name: plain(value) for name, value in names.items()}
 
 
 def _fields(value: tuple) -> Any:
@@ -334,8 +377,8 @@ def run(
 ) -> None:
     """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, views, numbers, None.
 
-    late: what an earlier kernel makes, by name; of a descriptor, by a mapping, rows alone. assembly: what PTX text of
-    the kernel does.
+    late: what an earlier kernel makes, by name; of a descriptor, by a mapping, rows alone. assembly: what PTX of the
+    kernel does, by its text or by the name of the builtin of the module that inserts it.
     """
     module = dict(kernel.fn.__globals__)
     program, errors = [(0, 0, 0)], []
@@ -394,11 +437,13 @@ def run(
         num_warps=lambda: 8,
         NVMMADistributedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
-        DistributedLinearLayout=lambda **_: None,
+        DistributedLinearLayout=lambda *_, **__: None,
         DotOperandLayout=lambda *_: None,
         SliceLayout=lambda *_: None,
+        SwizzledSharedLayout=lambda *_: None,
         arange=lambda start, end, _: np.arange(start, end).view(Array),
-        zeros=lambda shape, *_: np.zeros(shape).view(Array),
+        zeros=lambda shape, kind, _: np.zeros(shape, kind if "int" in kind else float).view(Array),
+        expand_dims=lambda value, axis: np.expand_dims(_values(value), axis),
         join=_join,
         load=lambda pointer, **options: pointer.load(**options),
         store=lambda pointer, value, mask: pointer.store(value, mask),
@@ -427,6 +472,7 @@ def run(
         gdc_launch_dependents=lambda: None,
         range=lambda *ends: map(Number, range(*ends)),
     )
+    module.update(assembly or {})
     for value in list(module.values()):  # what functions of other modules call
         if isinstance(getattr(value, "fn", None), types.FunctionType):
             module = {**value.fn.__globals__, **module}
@@ -434,10 +480,13 @@ def run(
     others = []  # what functions of other modules find by name
     for name, value in list(module.items()):
         if isinstance(getattr(value, "fn", None), types.FunctionType):
-            names = module
-            if value.fn.__globals__ is not kernel.fn.__globals__:
+            names, constant = module, type(value).__name__ == "ConstexprFunction"
+            if constant:  # it reads the `value` of constexprs
+                names = {**value.fn.__globals__, "gl": gl}
+            elif value.fn.__globals__ is not kernel.fn.__globals__:
                 others.append(names := _plain(value.fn.__globals__))
-            module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            function = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            module[name] = _of_constants(function) if constant else function
     for names in others:
         names.update(module, tl=gl)
     tensors = []

@@ -458,6 +458,8 @@ def experts_swiglu(
     out = x.new_empty(rows, chosen, size)
     if not out.numel():
         return out
+    if clamp is not None:  # as torch bounds numbers of x's dtype
+        clamp = torch.tensor(clamp[0], dtype=x.dtype, device="cpu").item(), clamp[1]
     if settings is None and (module := _hopper_for(x, gate_up)) is not None:
         found = _RoutesParts.of(routes)
         module.experts_swiglu(x, gate_up, _bias_of(bias), found, out, interleaved=interleaved, clamp=clamp)
