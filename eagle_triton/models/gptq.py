@@ -202,9 +202,9 @@ def _register() -> None:
                 parts.append(tuple(map(torch.stack, zip(*rows, strict=True))))
             found = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
             if not self.stacked:
-                found = [part[0] for part in found]
-                count, width = found[0].shape
-                found.insert(1, torch.tensor([count, 8 * width]))
+                found = [words, *_] = [part[0] for part in found]
+                count, width = words.shape
+                found.insert(1, words.new_tensor([count, WORD * width], dtype=torch.int64))
             return dict(zip(target_patterns, found, strict=True))
 
     class Transposed(ConversionOps):
@@ -246,7 +246,8 @@ def _register() -> None:
             for converter in weight_conversions:
                 found.append(converter)
                 (target, *_), sources = converter._original_target_patterns, converter._original_source_patterns
-                if not any(name.endswith(f"{target}_packed") for name in params):
+                stacked = any(name.endswith(f"{target}_packed") for name in params)
+                if not stacked or not isinstance(converter, WeightConverter):
                     continue
                 starts = [source.removesuffix("weight") for source in sources]
                 targets = [f"{target}_{part}" for part in ("packed", *zeros)]
