@@ -1,6 +1,7 @@
 """optimize_eagle_with_triton and restore_eagle on our own EaModel: same output, everything given back, bad input."""
 
 import inspect
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -284,6 +285,10 @@ def test_a_head_is_loaded_by_its_path_as_the_draft_of_a_plain_model(tmp_path):
         optimize_with_triton(base, tmp_path / "target")
     with pytest.raises(ValueError, match=language_model):
         EaModel.from_pretrained(tmp_path / "target", tmp_path / "target")
+    file = tmp_path / "target" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ValueError, match=r"not a head.* draft=eagle_triton.models.loading.load_target\("):
+        optimize_with_triton(base, tmp_path / "target")
     with pytest.raises(ValueError, match="draft must be suffix, ngram, mtp, .* got ''"):
         optimize_with_triton(base, "")
 

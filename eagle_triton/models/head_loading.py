@@ -138,9 +138,12 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
             "pass. That is not supported: give an EAGLE-3 head, which drafts level by level, or a block drafter"
         )
     if "model.norm.weight" in tensors and not any("midlayer." in name or "fc.weight" in name for name in tensors):
+        load = "AutoModelForCausalLM.from_pretrained"
+        if raw.get("quantization_config"):  # transformers may leave its experts random
+            load = "eagle_triton.models.loading.load_target"
         raise ValueError(
             f"draft head: {path!r} is a causal language model, not a head. To draft with it, load it and give it to "
-            f"optimize_with_triton or EAGLEInference: draft=AutoModelForCausalLM.from_pretrained({path!r})"
+            f"optimize_with_triton or EAGLEInference: draft={load}({path!r})"
         )
     config = read_draft_config(raw)
     found = is_eagle3(tensors)
