@@ -5,6 +5,9 @@ Strides are in elements. A view of None is None, which a kernel can test (`if x 
 
 Triton's do_not_specialize and do_not_specialize_on_alignment do not apply to the fields of a view. Arguments that need
 them are passed separately, their strides as one tuple, and the kernel makes the view (`Matrix(x_ptr, *x_strides)`).
+
+Two limits of Triton 3.6 in Gluon kernels: a TMA descriptor must be an argument of its own, and inside a loop a view
+with a stride of 1, which is a constant then, cannot be a field of another view. tests/decode_without_gpu.py finds both.
 """
 
 from __future__ import annotations
