@@ -154,7 +154,9 @@ def test_only_integers_of_four_bits_stay_packed() -> None:
     for kind, bits, stay in (("int", 8, False), ("float", 4, False), ("int", 4, True)):
         weights = SimpleNamespace(num_bits=bits, type=kind, group_size=64, symmetric=True)
         four_bit_experts._replace_experts(
-            model, SimpleNamespace(config_groups={"all": SimpleNamespace(targets=["Linear"], weights=weights)})
+            model,
+            SimpleNamespace(config_groups={"all": SimpleNamespace(targets=["Linear"], weights=weights)}),
+            ["model.layers.0.mlp.experts"],
         )
         assert isinstance(model.model.layers[0].mlp.experts, FourBitExperts) == stay
     for method, form, packed in (

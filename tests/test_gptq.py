@@ -116,6 +116,33 @@ def test_biases_that_the_model_has_not_must_be_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.packages
+def test_layers_may_keep_their_weights(tmp_path: Path) -> None:
+    """The experts of a layer, or all of one."""
+    pytest.importorskip("compressed_tensors")
+    exact, file = checkpoint(tmp_path), tmp_path / "model.safetensors"
+    tensors, plain = load_file(file), exact.state_dict()
+    words = [name for name in tensors if re.search(r"layers\.(0|2\.mlp\.experts)\..*\.qweight$", name)]
+    assert len(words) > 24
+    for name in words:
+        start = name.removesuffix("qweight")
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            tensors.pop(start + part)
+        layer, _, expert = start.partition("experts.")
+        number, _, projection = expert.partition(".")
+        if projection == "down_proj.":
+            tensors[f"{start}weight"] = plain[f"{layer}experts.down_proj"][int(number)].clone()
+        elif expert:
+            half = plain[f"{layer}experts.gate_up_proj"][int(number)].chunk(2)[projection == "up_proj."]
+            tensors[f"{start}weight"] = half.clone()
+        else:
+            tensors[f"{start}weight"] = plain[f"{start}weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    model, expected = load_target(str(tmp_path)), plain_tokens(exact, PROMPT, 12)
+    with optimize_with_triton(model, "ngram") as (optimised, _):
+        assert torch.equal(optimised.generate(PROMPT, max_new_tokens=12, do_sample=False), expected)
+
+
+@pytest.mark.packages
 def test_damaged_matrices_are_named(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     checkpoint(tmp_path)

@@ -151,7 +151,7 @@ def registered() -> tuple[Any, Any]:
 
     @register_quantizer(OURS)
     class Quantizer(CompressedTensorsHfQuantizer):
-        words, shapes = "weight_packed", True  # how the checkpoint names words, and whether it has shapes
+        shapes = True  # whether the checkpoint has those of matrices
 
         def __init__(self, quantization_config: Any, **options: Any) -> None:
             quantization_config.quant_method = QuantizationMethod.COMPRESSED_TENSORS  # it is chosen by now
@@ -160,9 +160,15 @@ def registered() -> tuple[Any, Any]:
         def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
             super()._process_model_before_weight_loading(model, **options)
             _make_room_for_zeros(model)
+            _replace_experts(
+                model, self.compressor.quantization_config, self.packed_experts(model, options), self.shapes
+            )
+
+        def packed_experts(self, model: Any, options: Mapping[str, Any]) -> set[str]:
+            """The paths of stacked experts that the checkpoint has in words."""
             names = stored_names(options["checkpoint_files"])
-            if any(".experts." in name and name.endswith(f".{self.words}") for name in names):
-                _replace_experts(model, self.compressor.quantization_config, self.shapes)
+            packed = any(".experts." in name and name.endswith(".weight_packed") for name in names)
+            return {name for name, module in model.named_modules() if packed and is_stacked(module)}
 
     return Config, Quantizer
 
@@ -183,16 +189,16 @@ def stored_names(files: Iterable[str] | None) -> set[str]:
     return {name for file in files or () for name in names_in(Path(file))}
 
 
-def _replace_experts(model: Any, config: Any, shapes: bool = True) -> None:
+def _replace_experts(model: Any, config: Any, paths: Iterable[str], shapes: bool = True) -> None:
     """Put FourBitExperts in place of stacked experts if the scheme of experts has integers of four bits."""
     from transformers.integrations.compressed_tensors import get_experts_scheme
 
     args = get_experts_scheme(config).weights
     if args is None or (args.num_bits, args.type) != (4, "int"):
         return
-    for name, module in list(model.named_modules()):
-        if is_stacked(module):
-            model.set_submodule(name, FourBitExperts(module, args.group_size, args.symmetric, shapes))
+    for path in paths:
+        experts = FourBitExperts(model.get_submodule(path), args.group_size, args.symmetric, shapes)
+        model.set_submodule(path, experts)
 
 
 def is_stacked(module: nn.Module) -> bool:

@@ -29,7 +29,8 @@ from packaging.version import Version
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from .four_bit_experts import FORMAT, MIDDLE, WORD, registered, stored_names, unpacked
+from .four_bit_experts import FORMAT, MIDDLE, WORD, is_stacked, registered, stored_names, unpacked
+from .mxfp4 import NAMES
 
 METHODS = ("gptq", "awq")
 WORDS = ("qweight", "qzeros", "g_idx")  # of a matrix
@@ -225,7 +226,7 @@ def _register() -> None:
 
     @register_quantizer(OURS)
     class Quantizer(OurQuantizer):
-        words, shapes = "qweight", False
+        shapes = False
 
         def __init__(self, quantization_config: Any, **options: Any) -> None:
             self.stored = quantization_config.stored
@@ -236,9 +237,15 @@ def _register() -> None:
             files = options["checkpoint_files"] or ()
             names = _names_in(model, stored_names(files))
             _ignore_zero_biases(model, names, files)
+            self.in_words = {name for name, stored in names.items() if stored.endswith(".qweight")}
             linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-            self.compressor.quantization_config.ignore = [name for name in linear if f"{name}.qweight" not in names]
+            quantised = {name for name in linear if f"{name}.weight" in self.in_words}
+            self.compressor.quantization_config.ignore = [*(linear - quantised)]
             super()._process_model_before_weight_loading(model, **options)
+
+        def packed_experts(self, model: Any, _: Mapping[str, Any]) -> set[str]:
+            stacked = {name for name, module in model.named_modules() if is_stacked(module)}
+            return {name for name in stacked if f"{name}.{NAMES[0]}" in self.in_words}
 
         def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
             params, zeros = dict(model.named_parameters()), [] if self.symmetric else ["zero_point"]
@@ -266,15 +273,16 @@ def _register() -> None:
 
 
 def _names_in(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Stored names by those that transformers gives them in a model before it stacks experts."""
+    """Stored names by those of the model's tensors that they become or are a part of; words become weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    known = dict.fromkeys([*model.state_dict(), *(f"{name}.qweight" for name in linear)], True)
+    rules, known = get_model_conversion_mapping(model), dict.fromkeys(model.state_dict(), True)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    weights = {re.sub(r"\.qweight$", ".weight", name): name for name in stored}
     prefix = model.base_model_prefix
-    return {rename_source_key(name, renamings, [], prefix, known)[0]: name for name in stored}
+    return {rename_source_key(name, renamings, converters, prefix, known)[0]: weights[name] for name in weights}
 
 
 def _ignore_zero_biases(model: Any, names: Mapping[str, str], files: Iterable[str]) -> None:
@@ -282,9 +290,10 @@ def _ignore_zero_biases(model: Any, names: Mapping[str, str], files: Iterable[st
     Raises ValueError for others. names: see _names_in."""
     if not all(str(file).endswith(".safetensors") for file in files):
         return
-    unknown = {name for name in names.keys() - model.state_dict().keys() if name.endswith(".bias")}
-    ends = {name.split(".")[-2] for name in unknown if f"{name.removesuffix('bias')}qweight" in names}
-    biases = {names[name] for name in unknown if name.split(".")[-2] in ends}
+    stored = stored_names(files)
+    biases = {names[name] for name in names.keys() - model.state_dict().keys() if name.endswith(".bias")}
+    ends = {name.split(".")[-2] for name in biases if f"{name.removesuffix('bias')}qweight" in stored}
+    biases = {name for name in biases if name.split(".")[-2] in ends}
     for file in files if biases else ():
         with safe_open(file, "pt") as tensors:
             for name in sorted(biases.intersection(tensors.keys())):
