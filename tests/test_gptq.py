@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_triton import EAGLEInference, optimize_with_triton
 from eagle_triton.models import gptq
 from eagle_triton.models.four_bit_experts import unpacked
-from eagle_triton.models.gptq import in_rows, is_gptq, scheme_of
+from eagle_triton.models.gptq import for_gptq, in_rows, is_gptq, scheme_of
 from eagle_triton.models.loading import load_target
 from eagle_triton.runtime.four_bit_weight import packed as as_words
 from tests.float8_models import plain_tokens
@@ -238,3 +238,11 @@ def test_only_mixtures_are_loaded_so_beside_gptqmodel(monkeypatch: pytest.Monkey
             for beside, expected in ((None, ours), ("installed", ours and mixture)):
                 monkeypatch.setattr(gptq, "find_spec", lambda name, beside=beside: beside)
                 assert is_gptq(config) == expected
+
+
+def test_without_compressed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = plain_model("mixtral").config
+    config.quantization_config = GPTQ_FIELDS
+    monkeypatch.setattr(gptq, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="weights by gptq need the package compressed-tensors: install it"):
+        for_gptq(config)

@@ -74,9 +74,11 @@ def is_gptq(config: Any) -> bool:
 
 def for_gptq(config: Any) -> Any:
     """A copy of such a configuration, with which transformers' `from_pretrained` keeps the weights in four bits. Raises
-    ValueError like `scheme_of`."""
-    _register()
+    ValueError like `scheme_of`, and without compressed-tensors."""
     config, stored = copy.deepcopy(config), dict(config.quantization_config)
+    if find_spec("compressed_tensors") is None:
+        raise ValueError(f"weights by {stored['quant_method']} need the package compressed-tensors: install it")
+    _register()
     config.quantization_config = {
         "quant_method": OURS,
         "stored": stored,

@@ -50,7 +50,7 @@ from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 FourBits = Mxfp4Weight | FourBitExpertWeight
-ROWS = gl.constexpr(8)  # of x that a program multiplies
+ROWS = gl.constexpr(8)  # of x that a program multiplies at a time
 HEIGHT = gl.constexpr(64)  # rows of an expert's weights
 _FEW, _PROGRAMS_OF_MANY = 16, 2  # of more than _FEW rows an expert has mostly less than 8, and most tiles are empty
 _SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
