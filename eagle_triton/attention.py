@@ -245,7 +245,10 @@ def _launch(
     new_keys = nodes if ancestors is None else new_keys or WORD * words
     columns = max(16, triton.next_power_of_2(width))
     streams = ancestors is not None and lse is None and softcap is None
-    streamed, desc = _hopper_kernels(use, cache, columns, streams, sliding_window)
+    windowed = sliding_window is not None
+    if sliding_window is not None and sliding_window < WORD * words:  # it may hide new keys
+        streams = False
+    streamed, desc = _hopper_kernels(use, cache, columns, streams, windowed)
     pdl = use.pdl if parts is not None and can_overlap(q.device) else 0
     sizes: dict[str, Any] = {
         "SIZES": HeadSizes(width, group, kv_heads, isinstance(formatted, WordOrdered)),
@@ -261,8 +264,9 @@ def _launch(
     if streamed is not None:
         grid = triton.cdiv(rows, streamed.ROWS), batch * kv_heads, use.programs
         compiled = launch(streamed.tree_attention_kernel, grid)(
-            *operands, KEYS=keys, **sizes, NODES=streamed.nodes_for(nodes, words), STAGES=streamed.stages_of(width),
-            READ_EARLY=prefetch_before_wait, num_warps=4, maxnreg=streamed.REGISTERS, launch_pdl=True, **NO_FMA_FUSION,
+            *operands, sliding_window, KEYS=keys, **sizes, NODES=streamed.nodes_for(nodes, words),
+            STAGES=streamed.stages_of(width), READ_EARLY=prefetch_before_wait,
+            num_warps=4, maxnreg=streamed.REGISTERS, launch_pdl=True, **NO_FMA_FUSION,
         )  # fmt: skip
     else:
         grid = triton.cdiv(rows, use.block_m), batch * kv_heads, use.programs
@@ -297,22 +301,21 @@ def _formatted(out: Tensor, width: int, row_format: RowFormat | None, merged: bo
 
 
 def _hopper_kernels(
-    use: Settings, cache: Tensor, columns: int, streams: bool, sliding_window: int | None
+    use: Settings, cache: Tensor, columns: int, streams: bool, windowed: bool
 ) -> tuple[Any, TensorDescriptor | None]:
     """ops/attention_hopper.py if its kernel can be used, else None; and the cache's descriptor, if one is used.
 
     streams: whether that kernel supports the case.
     """
-    if sliding_window is not None or not (use.tma or use.streamed):
-        return None, None
-    rows = _rows_of_memory(cache)
+    streams, tma = streams and use.streamed, use.tma and not windowed
+    rows = _rows_of_memory(cache) if streams or tma else None
     if rows is None:
         return None, None
-    streamed = _streamed() if use.streamed and streams else None
+    streamed = _streamed() if streams else None
     if streamed is not None:
         assert use.block_n == streamed.ROWS, "its splits are of the tiles that both kernels have"
         return streamed, streamed.descriptor(rows, columns)
-    return None, TensorDescriptor.from_tensor(rows, [use.block_n, columns]) if use.tma else None
+    return None, TensorDescriptor.from_tensor(rows, [use.block_n, columns]) if tma else None
 
 
 def _streamed() -> Any:

@@ -404,17 +404,23 @@ def test_streamed_keys_give_the_same_bits(
         use = kernels.settings_for(nodes * group, width, kv_heads, 1, dtype, (9, 0))
         assert use.streamed
         some = {"splits": 5, "min_tiles": 2}
-        for change, new_keys, kind in (({}, None, None), ({"min_tiles": 1}, nodes, "sinks"), (some, nodes, None)):
+        for change, new_keys, kind, window in (
+            ({}, None, None, None),
+            ({"min_tiles": 1}, nodes, "sinks", None),
+            (some, nodes, None, None),
+            ({}, None, "sinks", 64 * words),
+            (some, nodes, None, 64 * words + 77),
+        ):
             sinks = make_options(kind, kv_heads * group, dtype, device)["sinks"] if kind else None
             for programs in (1, use._replace(**change).splits):
                 launch = use._replace(**change)._replace(programs=programs)
                 options = {"prefetch_before_wait": prefetch_before_wait, "new_keys": new_keys, "sinks": sinks}
                 out, expected = (
-                    kernels._launch(q, cache, *rest, 0.1, None, one, table, **options)
+                    kernels._launch(q, cache, *rest, 0.1, window, one, table, **options)
                     for one in (launch, launch._replace(streamed=False))
                 )
                 assert torch.equal(out, expected)
-                assert_close(out, case, 0.1, sinks=sinks)
+                assert_close(out, case, 0.1, window, sinks=sinks)
 
 
 @pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6, whose Gluon compiles these kernels")

@@ -34,11 +34,18 @@ def settings(nodes: int, group: int, width: int, **change: Any) -> Settings:
     return use._replace(streamed=True, pdl=0, **change)
 
 
-def attend(case: tuple, use: Settings, table: torch.Tensor | None, new: torch.Tensor, **options: Any) -> torch.Tensor:
+def attend(
+    case: tuple,
+    use: Settings,
+    table: torch.Tensor | None,
+    new: torch.Tensor,
+    window: int | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """What the kernel makes of it, its splits added up. new: which rows of the cache's memory hold new keys."""
     q, cache, lengths, ancestors = case
     with recorded() as launches:
-        out = launchers._launch(q, cache, lengths, ancestors, SCALE, None, use, table, **options)
+        out = launchers._launch(q, cache, lengths, ancestors, SCALE, window, use, table, **options)
     found, *merge = launches.values()
     assert found.kernel is streamed.tree_attention_kernel and len(merge) == (use.programs > 1)
     given = dict(zip(found.kernel.arg_names, found.args, strict=False))
@@ -139,13 +146,44 @@ def test_the_first_split_carries_the_sinks(nodes, group, width):
         assert_close(out, expected)
 
 
-def test_scores_with_a_cap_are_the_other_kernels():
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, 5.0), (63, None)], ids=["a cap", "a window that may hide ancestors"]
+)
+def test_what_the_other_kernel_attends(window, softcap):
     q, cache, lengths = torch.zeros(1, 3, 2, 64).half(), torch.zeros(2, 1, 1, 128, 64).half(), torch.ones(1).int()
     ancestors = pack_ancestors(random_trees(1, 3, 1))
     with recorded() as launches:
-        launchers._launch(q, cache, lengths, ancestors, SCALE, None, settings(3, 2, 64, programs=1), softcap=5.0)
+        use = settings(3, 2, 64, programs=1)
+        launchers._launch(q, cache, lengths, ancestors, SCALE, window, use, softcap=softcap)
     (found,) = launches.values()
     assert found.kernel is launchers._tree_attention_kernel
+
+
+@pytest.mark.parametrize("page_rows", [None, 64], ids=["dense", "pages"])
+@pytest.mark.parametrize(("nodes", "group", "width", "words"), [(1, 8, 64, 1), (60, 1, 128, 1), (70, 2, 64, 2)])
+def test_windows_that_hold_all_ancestors(nodes, group, width, words, page_rows):
+    """Before every node's window lies NaN. Windows end on a tile's edge and elsewhere, or hold all keys."""
+    torch.manual_seed(nodes)
+    lengths = [1, 90, 191, 192, 383]
+    for window in (64 * words, 64 * words + 37, 1000):
+        q = torch.randn(len(lengths), nodes, 2 * group, width).half()
+        cache = torch.randn(2, len(lengths), 2, 512, width).half()
+        given, ancestors = torch.tensor(lengths, dtype=torch.int32), pack_ancestors(random_trees(5, nodes, words))
+        ancestors[:, nodes // 2] = 0  # and its window is the first
+        options = {"scale": SCALE, "sliding_window": window}
+        expected = reference.tree_attention(q.double(), cache.double(), given, ancestors, **options)
+        for sequence, length in enumerate(lengths):
+            cache[:, sequence, :, length + nodes :] = float("nan")
+            cache[:, sequence, :, : max(0, length - window)] = float("nan")
+        table, keys = None, cache
+        if page_rows is not None:
+            keys, table = in_pages(cache, page_rows)
+        new = memory_rows(keys, table, lengths)
+        for programs, splits in ((1, 1), (1, 3), (3, 3)):
+            use = settings(nodes, group, width, splits=splits, programs=programs, min_tiles=1)
+            case = (q, keys, given, ancestors)
+            out = attend(case, use, table, new, window, new_keys=None, prefetch_before_wait=True)
+            assert_close(out, expected)
 
 
 def test_sums_are_scaled_where_a_maximum_grows():

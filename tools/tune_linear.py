@@ -25,7 +25,7 @@ from tools.tuning.sweep import read_sweep
 
 SHAPES = (
     *("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b"),
-    *("gpt-oss-20b", "gemma3-12b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b"),
+    *("gpt-oss-20b", "qwen3-30b-a3b", "gemma3-12b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b"),
 )
 PRODUCTS = (
     *("qkv", "o", "gate_up", "down", "head", "draft_qkv", "draft_fc", "draft_head"),

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from eagle_triton.ops import attention_tiles as kernels
-from eagle_triton.ops.attention_tiles import Task
+from eagle_triton.ops.attention_tiles import Limits, Task
 from eagle_triton.ops.layers.values import in_word_order
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
@@ -52,12 +52,13 @@ class _Ring(NamedTuple):
 
 class _Span(NamedTuple):
     """Cache rows first .. last: one split's part of the `tiles` tiles that `active` splits share. The first `committed`
-    of its `own` tiles hold no new keys."""
+    of its `own` tiles hold no new keys. Of the first `narrowed` a node's window may hide keys."""
 
     first: Any
     last: Any
     own: Any
     committed: Any
+    narrowed: Any
     tiles: Any
     active: Any
 
@@ -74,6 +75,8 @@ class _HeadKeys(NamedTuple):
 
 
 _share_out = gluon.jit(kernels._share_out.fn)
+_visible_rows = gluon.jit(kernels._visible_rows.fn)
+_popcount = gluon.jit(kernels._popcount.fn)
 _in_word_order = gluon.jit(in_word_order.fn)
 _first_tile = gluon.jit(kernels._first_tile.fn)
 _either = gluon.jit(kernels._either.fn)
@@ -255,11 +258,29 @@ def _visible_scores(scores, bits_ptr, ok, start, length, last, WORDS: gl.constex
 
 
 @gluon.jit
-def _clear_unseen(v_tile, bits_ptr, ok, start, length, last, WORDS: gl.constexpr, LOADS: gl.constexpr):
+def _oldest_key(bits_ptr, ok, length, window, WORDS: gl.constexpr):
+    """The cache row of the first key in each row's window, which holds all of its ancestors."""
+    ancestors = _popcount(gl.load(bits_ptr, mask=ok, other=0))
+    for index in gl.static_range(1, WORDS):
+        ancestors += _popcount(gl.load(bits_ptr + index, mask=ok, other=0))
+    return length + ancestors - window
+
+
+@gluon.jit
+def _scores_in_window(scores, oldest, start):
+    """The scores of the keys from row `start` on; -inf for those before each row's oldest key."""
+    key = start + gl.arange(0, _ROWS, gl.SliceLayout(0, scores.type.layout))
+    return gl.where(key[None, :] >= oldest[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _clear_unseen(v_tile, bits_ptr, ok, start, length, last, window, WORDS: gl.constexpr, LOADS: gl.constexpr):
     """Set values from row `start` on that no node sees to zero: a weight of 0 would not hide a NaN."""
     anyone = gl.reduce(_window(bits_ptr, start - length, ok, WORDS), 0, _either)
     key = gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
     seen = (((anyone >> key.to(gl.int64)) & 1) != 0) & (start + key < last)
+    if window is not None:
+        seen = seen & (start + key >= length - window)
     v = v_tile.load(LOADS)
     v_tile.store(gl.where(seen[:, None], v, gl.zeros_like(v)))
     fence_async_shared()
@@ -280,6 +301,7 @@ def _attend(
     length,
     scale_log2,
     sinks_ptr,
+    window,
     KEYS: gl.constexpr,
     SIZES: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -291,7 +313,7 @@ def _attend(
     """
     k_tiles, v_tiles, full, read = ring
     row_block, program, batch, head = task
-    first, last, count, committed, tiles, active = span
+    first, last, count, committed, narrowed, tiles, active = span
     WORDS: gl.constexpr = KEYS.words
     D: gl.constexpr = SIZES.width
     GROUP: gl.constexpr = SIZES.group
@@ -334,6 +356,8 @@ def _attend(
         sink = gl.load(sinks_ptr + (head * GROUP + row % GROUP), mask=sink_ok, other=float("-inf")).to(gl.float32)
         top, total = _sink(sink * 1.4426950408889634)
     split, split_tile = 1, _first_tile(1, tiles, active)  # the next split, and its first tile
+    if window is not None:
+        oldest = _oldest_key(row_bits, row_ok, length, window, WORDS)
 
     mbarrier.wait(full.index(0), 0)
     scores = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -341,19 +365,25 @@ def _attend(
     mbarrier.arrive(read.index(0))
     if committed == 0:
         scores = _visible_scores(scores, row_bits, row_ok, first, length, last, WORDS)
+    if window is not None:  # noqa: SIM102 (known before narrowed is)
+        if narrowed > 0:
+            scores = _scores_in_window(scores, oldest, first)
     weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
     operand = gl.convert_layout(weights, WEIGHTS)
     for tile in range(1, count):
         slot, start = tile % STAGES, first + tile * _ROWS
         mbarrier.wait(full.index(slot), tile // STAGES & 1)
         scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if tile > committed:
-            _clear_unseen(v_tiles.index(slot), node_bits, node_ok, start - _ROWS, length, last, WORDS, LOADS)
+        if (tile > committed) | (tile <= narrowed):
+            _clear_unseen(v_tiles.index(slot), node_bits, node_ok, start - _ROWS, length, last, window, WORDS, LOADS)
         acc = _decayed(acc, decay)
         acc = warpgroup_mma(operand, v_tiles.index(slot), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if tile >= committed:
             scores = _visible_scores(scores, row_bits, row_ok, start, length, last, WORDS)
+        if window is not None:  # noqa: SIM102 (known before narrowed is)
+            if tile < narrowed:
+                scores = _scores_in_window(scores, oldest, start)
         if ALL_SPLITS:
             begins = tile == split_tile
             split_top, split_total = top, total
@@ -374,9 +404,9 @@ def _attend(
                 split_tile = _first_tile(split, tiles, active)
     slot = count % STAGES
     mbarrier.wait(full.index(slot), count // STAGES & 1)
-    if count > committed:
+    if (count > committed) | (count <= narrowed):
         start = first + (count - 1) * _ROWS
-        _clear_unseen(v_tiles.index(slot), node_bits, node_ok, start, length, last, WORDS, LOADS)
+        _clear_unseen(v_tiles.index(slot), node_bits, node_ok, start, length, last, window, WORDS, LOADS)
     acc = _decayed(acc, decay)
     acc = warpgroup_mma(operand, v_tiles.index(slot), acc, is_async=True)
     acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
@@ -420,6 +450,7 @@ def tree_attention_kernel(
     capacity,
     scale_log2,
     sinks_ptr,
+    window,
     KEYS: gl.constexpr,
     SIZES: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -429,8 +460,8 @@ def tree_attention_kernel(
 ):
     """Grid (row blocks, B * Hkv, programs): like attention_tiles._tree_attention_kernel, for at most NODES nodes.
 
-    cache_desc: all rows of the cache's memory, [n, d]. READ_EARLY: read lengths, table and committed rows before the
-    preceding kernels have ended.
+    cache_desc: all rows of the cache's memory, [n, d]. window: at least as many keys as a node has bits, or
+    None. READ_EARLY: read lengths, table and committed rows before the preceding kernels have ended.
     """
     D: gl.constexpr = SIZES.width
     row_block, program = gl.program_id(0), gl.program_id(2)
@@ -442,14 +473,16 @@ def tree_attention_kernel(
     gdc_launch_dependents()
     batch = sequence.to(gl.int64)
     length = gl.maximum(gl.minimum(gl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity), 0)
-    newest = gl.minimum(length + new_keys, capacity)
-    tiles, active = _share_out(newest, _ROWS, SPLITS.most, SPLITS.min_tiles)
+    oldest, newest = _visible_rows(length, Limits(lengths_ptr, new_keys, capacity, window), _ROWS)
+    tiles, active = _share_out(newest - oldest, _ROWS, SPLITS.most, SPLITS.min_tiles)
     if program < active:
-        first, last = 0, newest
+        first, last = oldest, newest
         if SPLITS.programs == SPLITS.most:
-            first = _first_tile(program, tiles, active) * _ROWS
-            last = gl.minimum(_first_tile(program + 1, tiles, active) * _ROWS, newest)
-        count = gl.cdiv(last - first, _ROWS)
+            first = oldest + _first_tile(program, tiles, active) * _ROWS
+            last = gl.minimum(oldest + _first_tile(program + 1, tiles, active) * _ROWS, newest)
+        count, narrowed = gl.cdiv(last - first, _ROWS), 0
+        if window is not None:
+            narrowed = gl.cdiv(gl.maximum(length + KEYS.words * 64 - window - first, 0), _ROWS)
         committed = gl.minimum(gl.maximum(length // _ROWS * _ROWS - first, 0) // _ROWS, count)
         pages_ptr, page = table_ptr, sequence
         if table_ptr is not None:
@@ -463,11 +496,11 @@ def tree_attention_kernel(
         v_row = k_row + (cache.side // D).to(gl.int32)
         task = Task(row_block, program, batch, head)
         keys = _HeadKeys(cache_desc, pages_ptr, k_row, v_row, page_rows)
-        span = _Span(first, last, count, committed, tiles, active)
+        span = _Span(first, last, count, committed, narrowed, tiles, active)
         # fmt: off
         gl.warp_specialize([
             (_attend, (task, q, ancestors, out, parts, span, q_tile, ring, nodes, length, scale_log2,
-                       sinks_ptr, KEYS, SIZES, SPLITS, NODES)),
+                       sinks_ptr, window, KEYS, SIZES, SPLITS, NODES)),
             (_load, (keys, span, ring, capacity, KEYS, READ_EARLY)),
         ], [1], [_LOADER])
         # fmt: on

@@ -172,6 +172,7 @@ def _streamed_case(
     batch: int = 1,
     sinks: bool = False,
     word_order: bool = False,
+    window: bool = False,
 ) -> tuple:
     types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
     use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], (9, 0))
@@ -183,15 +184,15 @@ def _streamed_case(
         "READ_EARLY": page is not None,
         **({"table_ptr": None} if page is None else {}),
         **({} if use.programs > 1 else {"parts": None}), **({} if sinks else {"sinks_ptr": None}),
-        **({"nodes": 1} if nodes == 1 else {}),
+        **({"nodes": 1} if nodes == 1 else {}), **({} if window else {"window": None}),
     }  # fmt: skip
     tensors = {**_tensors(dtype), "sinks_ptr": f"*{dtype}"}
     tensors["cache_desc"] = f"tensordesc<{dtype}{[streamed.ROWS, block_d]},{streamed.TILE_LAYOUT!r}>"
     pages = "" if page is None else f" pages of {page}"
     name = f"stream N {nodes} {words} words d {width} {dtype}{pages} of {batch}{' sinks' if sinks else ''}"
-    name += " in the order of words" if word_order else ""
+    name += f"{' in the order of words' if word_order else ''}{' window' if window else ''}"
     options = {**NO_FMA_FUSION, "num_warps": 4, "maxnreg": streamed.REGISTERS, "targets": ("sm_90",)}
-    options |= {"local": 64} if batch > 1 else {}  # of the sums of splits before, once a split
+    options |= {"local": 104 if window else 64} if batch > 1 else {}  # of the sums of splits before, once a split
     return _case(name, streamed.tree_attention_kernel, constexprs, tensors, options)
 
 
@@ -204,4 +205,6 @@ CASES += [
     _streamed_case(8, 1, 80, "bf16", 64, batch=32),
     _streamed_case(60, 1, 64, "bf16", 64, sinks=True),
     _streamed_case(60, 1, 128, "bf16", 64, batch=8, sinks=True),
+    _streamed_case(1, 1, 64, "bf16", 64, sinks=True, window=True),
+    _streamed_case(60, 1, 128, "bf16", 64, batch=8, window=True),
 ]

@@ -119,7 +119,7 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     swap = rows <= 32 or rows > 128  # as measured: the others are as fast at best
     block_m = _block_m(swap, rows)
     for block_n, block_k, splits, (w_stages, x_stages), warps in itertools.product(
-        (32, 64, 128), (64, 128, 256), (1, 2, 4), ((2, 2), (3, 3), (4, 3), (4, 4), (5, 3), (5, 4), (6, 4)), (4, 8)
+        (32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 5, 6), ((2, 2), (3, 3), (4, 3), (4, 4), (5, 3), (5, 4), (6, 4)), (4, 8)
     ):
         shared = (block_n * per_program * w_stages + block_m * x_stages) * block_k * 2
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
@@ -160,7 +160,7 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
                 yield Streaming(128, 128, splits, True, stages, stages, 8)
         return
     per_program, block_m = 2 if product.fused else 1, paired_float8.block_m_of(rows)
-    for block_n, splits, stages, warps in itertools.product((64, 128), (1, 2, 4), (3, 4, 6), (4, 8)):
+    for block_n, splits, stages, warps in itertools.product((64, 128), (1, 2, 3, 4, 5, 6), (3, 4, 6), (4, 8)):
         shared = (block_n * per_program + block_m * 2) * 128 * stages
         shared += 4 * block_m * paired_float8.groups_of(product.depth, splits, block_m)
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
