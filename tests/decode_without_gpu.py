@@ -38,7 +38,6 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.ops import attention_hopper as streamed_attention
 from eagle_triton.ops import experts
-from eagle_triton.ops.linear import dispatch as products
 from eagle_triton.ops.linear import hopper as streamed
 from eagle_triton.reference import experts as reference
 from eagle_triton.runtime import compile_ahead, fallback, overlap
@@ -152,9 +151,12 @@ def main(argv: list[str]) -> int:
     # a CPU that passes for a Hopper GPU
     compile_ahead.can_compile_ahead = lambda device: True
     launchers._capability = lambda device: (9, 0)
-    products.multiprocessors_of = streamed.multiprocessors_of = lambda device: 132
     overlap._driver = lambda: None
-    everywhere = {"can_overlap": lambda device: True, "compute_capability": lambda device: (9, 0)}
+    everywhere = {
+        "can_overlap": lambda device: True,
+        "compute_capability": lambda device: (9, 0),
+        "multiprocessors_of": lambda device: 132,
+    }
     fallback.gluon_module("eagle_triton.ops.experts.hopper_experts")  # imported, so that it is one of them
     for name, module in list(sys.modules.items()):
         for attribute in everywhere.keys() & vars(module).keys() if name.startswith("eagle_triton") else ():

@@ -94,20 +94,22 @@ def routes_of(rows: int, source: torch.Generator) -> Routes:
 
 
 @pytest.mark.parametrize(
-    "rows, depth, group, zeros, kind",
+    "rows, depth, group, zeros, kind, height",
     [
-        (1, 1056, None, False, "interleaved"),
-        (9, 1056, None, False, "halves"),
-        (64, 1280, None, False, "interleaved"),
-        (1, 1088, 64, True, "halves"),
-        (9, 1056, 1056, False, "interleaved"),
-        (60, 1536, 64, False, "halves"),
-        (64, 1312, 1312, True, "interleaved"),
+        (1, 1056, None, False, "interleaved", 64),
+        (1, 1056, None, False, "interleaved", 32),
+        (9, 1056, None, False, "halves", 64),
+        (64, 1280, None, False, "interleaved", 64),
+        (1, 1088, 64, True, "halves", 64),
+        (1, 1088, 64, True, "halves", 32),
+        (9, 1056, 1056, False, "interleaved", 64),
+        (60, 1536, 64, False, "halves", 64),
+        (64, 1312, 1312, True, "interleaved", 64),
     ],
 )
-def test_products(on_hopper, rows, depth, group, zeros, kind):
-    """group: None for MXFP4. An expert's tiles of rows have three steps each, so they begin in different slots. Other
-    sizes are those of tiles that are filled in part."""
+def test_products(on_hopper, monkeypatch, rows, depth, group, zeros, kind, height):
+    """group: None for MXFP4. height: of a program's rows of weights. An expert's tiles of rows have three steps each,
+    so they begin in different slots. Other sizes are those of tiles that are filled in part."""
     source = torch.Generator().manual_seed(rows)
 
     def randn(*shape: int) -> Tensor:
@@ -118,6 +120,7 @@ def test_products(on_hopper, rows, depth, group, zeros, kind):
             return packed("cpu", *shape)
         return in_four_bits("cpu", *shape, group=group, zeros=zeros, dtype=BF16)
 
+    monkeypatch.setattr(hopper, "_height_of", lambda *_: height)
     routes, biased = routes_of(rows, source), kind == "interleaved"
     first = randn(rows, depth), weight(COUNT, 76, depth), randn(COUNT, 76) if biased else None, routes
     second = randn(rows, CHOSEN, depth), weight(COUNT, 70, depth), randn(COUNT, 70) if biased else None, routes
@@ -129,3 +132,15 @@ def test_products(on_hopper, rows, depth, group, zeros, kind):
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-3)
         assert (found == wanted).float().mean() > 0.97  # a sum between two numbers may be rounded to either
         assert wanted.abs().max() > 0.1
+
+
+def test_programs_of_one_row_are_half_as_high_if_the_fullest_multiprocessor_has_less(monkeypatch):
+    monkeypatch.setattr(hopper, "multiprocessors_of", lambda _: 132)
+    for count, rows, chosen, heights in (
+        (32, 5760, 4, (64, 64)),  # gate and up of gpt-oss-20b
+        (32, 2880, 4, (32, 64)),  # its down: 180 programs, or 360 of half the height
+        (128, 1536, 8, (32, 64)),  # gate and up of Qwen3-30B-A3B
+        (128, 2048, 8, (64, 64)),
+    ):
+        weight = packed("meta", count, rows, 2880)
+        assert tuple(hopper._height_of(n, chosen, weight) for n in (1, 2)) == heights

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from eagle_triton.operands.experts import Routes
-from eagle_triton.ops.experts.hopper_experts import HEIGHT, WORDS, _Weight, down_kernel, swiglu_kernel
+from eagle_triton.ops.experts.hopper_experts import WORDS, _Part, _Weight, down_kernel, swiglu_kernel
 from eagle_triton.ops.experts.products import (
     _experts_down_kernel,
     _experts_swiglu_kernel,
@@ -100,9 +100,11 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
     return _case(name, kernel, types, constants, num_warps=settings.warps, num_stages=settings.stages)
 
 
-def _hopper_product(name, kernel, rows, as_gpt_oss=True, weights="bf16", group=0, zeros=False):
+def _hopper_product(name, kernel, rows, as_gpt_oss=True, weights="bf16", group=0, zeros=False, height=64):
     """Of gpt-oss's sizes in MXFP4, or of integers with groups of so many columns."""
-    box = HEIGHT.value if as_gpt_oss or kernel is down_kernel else HEIGHT.value // 2
+    of_gates = "interleaved" if as_gpt_oss else "halves"
+    part = _Part("down" if kernel is down_kernel else of_gates, height)
+    box = height // 2 if part.kind == "halves" else height
     bias = Rows("*bf16", "i32") if as_gpt_oss else None
     weight = _Weight("*bf16" if group else "*u8", "*i32" if zeros else None, bias, "i32", "i32")
     types = {
@@ -111,7 +113,7 @@ def _hopper_product(name, kernel, rows, as_gpt_oss=True, weights="bf16", group=0
         "out_ptr": "*bf16" if kernel is swiglu_kernel else "*fp32", "limit": "fp32", "alpha": "fp32",
     }  # fmt: skip
     constants = {
-        "CHOSEN": 4, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_J": 4, "ONE": rows == 1,
+        "CHOSEN": 4, "PART": part, "CLAMPED": as_gpt_oss, "BLOCK_J": 4, "ONE": rows == 1,
         "MANY": rows > 16, "GROUP": group or Mxfp4Weight.group,
     }  # fmt: skip
     return _case(name, kernel, types, constants, num_warps=4, targets=["sm_90"], distinct=True)
@@ -141,10 +143,11 @@ CASES = [
     _hopper_product("gate_up gpt-oss MXFP4 on Hopper", swiglu_kernel, 1),
     _hopper_product("gate_up MXFP4 on Hopper, few rows", swiglu_kernel, 16, as_gpt_oss=False),
     _hopper_product("gate_up MXFP4 on Hopper, rows", swiglu_kernel, 60, as_gpt_oss=False),
-    _hopper_product("down gpt-oss MXFP4 on Hopper", down_kernel, 1),
+    _hopper_product("gate_up MXFP4 on Hopper, half as high", swiglu_kernel, 1, height=32),
+    _hopper_product("down gpt-oss MXFP4 on Hopper", down_kernel, 1, height=32),
     _hopper_product("down MXFP4 on Hopper, few rows", down_kernel, 16, as_gpt_oss=False, weights="fp32"),
     _hopper_product("down MXFP4 on Hopper, rows", down_kernel, 60, as_gpt_oss=False, weights="fp32"),
-    _hopper_product("gate_up int4 on Hopper", swiglu_kernel, 1, as_gpt_oss=False, group=128),
+    _hopper_product("gate_up int4 on Hopper", swiglu_kernel, 1, as_gpt_oss=False, group=128, height=32),
     _hopper_product("gate_up int4 on Hopper, rows", swiglu_kernel, 60, as_gpt_oss=False, group=32, zeros=True),
     _hopper_product("down int4 on Hopper", down_kernel, 1, as_gpt_oss=False, group=768, zeros=True),
     _hopper_product("down int4 on Hopper, rows", down_kernel, 60, as_gpt_oss=False, group=128),

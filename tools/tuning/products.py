@@ -119,7 +119,11 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     swap = rows <= 32 or rows > 128  # as measured: the others are as fast at best
     block_m = _block_m(swap, rows)
     for block_n, block_k, splits, (w_stages, x_stages), warps in itertools.product(
-        (32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 5, 6), ((2, 2), (3, 3), (4, 3), (4, 4), (5, 3), (5, 4), (6, 4)), (4, 8)
+        (32, 64, 128),
+        (64, 128, 256),
+        (1, 2, 3, 4, 5, 6),
+        ((2, 2), (3, 3), (4, 3), (4, 4), (5, 3), (5, 4), (6, 4)),
+        (4, 8),
     ):
         shared = (block_n * per_program * w_stages + block_m * x_stages) * block_k * 2
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits

@@ -30,7 +30,7 @@ import triton.language.core as tl_core
 from torch import Tensor
 
 from eagle_triton.ops.linear.gluon_tiles import await_full, barriers, descriptor, ready, rounded, swiglu
-from eagle_triton.ops.linear.settings import compute_capability
+from eagle_triton.ops.linear.settings import compute_capability, multiprocessors_of
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.four_bit_weight import MIDDLE
@@ -51,7 +51,7 @@ from eagle_triton.runtime.overlap import prefer_shared_memory
 
 FourBits = Mxfp4Weight | FourBitExpertWeight
 ROWS = gl.constexpr(8)  # of x that a program multiplies at a time
-HEIGHT = gl.constexpr(64)  # rows of an expert's weights
+HEIGHT = gl.constexpr(64)  # rows of an expert's weights, or half of them
 _FEW, _PROGRAMS_OF_MANY = 16, 2  # of more than _FEW rows an expert has mostly less than 8, and most tiles are empty
 _SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
 _PARTS = gl.constexpr(2)  # of a slot, with 256 columns each
@@ -132,33 +132,57 @@ def _multiply_add(first, second, x, sums, multiplication, _semantic=None):
     )
 
 
+class _Part(NamedTuple):
+    """Rows of weights that are multiplied at a time, and their kind: "interleaved" or "halves" of gate and up, which
+    are first and second, or "down"."""
+
+    kind: str
+    height: int
+
+
 @gluon.constexpr_function
-def _bits(KIND):
+def _tiles_in(PART):
+    """The tiles of the tensor cores in which a thread has rows."""
+    _, height = PART  # a constexpr_function gets no names
+    return height // 32
+
+
+@gluon.constexpr_function
+def _bits(PART):
     """Which bits of a row's number in a part are its place among a tensor's eight rows (three, from the last on), first
-    or second, the second axis, and the tile. So eight lanes read all banks of shared memory."""
-    return {
+    or second, the second axis, and the tile if there are two. So eight lanes read all banks of shared memory."""
+    kind, _ = PART
+    rows, second, half, tile = {
         "interleaved": ((2, 1, 3), 0, 5, 4),
         "halves": ((2, 0, 1), 5, 4, 3),
         "down": ((2, 0, 1), 3, 5, 4),
-    }[KIND]
+    }[kind]
+    if _tiles_in(PART) == 2:
+        return rows, second, half, (tile,)
+    return rows, second - (second > tile), half - (half > tile), ()
 
 
 @gluon.constexpr_function
-def _part_layout(KIND, width):
-    """Of a part of weights [64, 32], where a thread has four words of each of its rows, or of their scales [64, 8]."""
-    rows, second, half, tile = _bits(KIND)
+def _part_layout(PART, width):
+    """Of a part of weights [rows, 32], where a thread has four words of each of its rows, or of their scales [rows,
+    8]."""
+    _, height = PART
+    rows, second, half, tiles = _bits(PART)
     words = [[0, 1], [0, 2]] if width == 32 else []
-    registers = [*words, [1 << second, 0], [1 << tile, 0]]
+    registers = [*words, [1 << second, 0], *([1 << tile, 0] for tile in tiles)]
     lanes = [[0, width // 8], [0, width // 4], *([1 << bit, 0] for bit in rows)]
-    return gl.DistributedLinearLayout(registers, lanes, [[1 << half, 0], [0, width // 2]], [], [HEIGHT.value, width])
+    return gl.DistributedLinearLayout(registers, lanes, [[1 << half, 0], [0, width // 2]], [], [height, width])
 
 
 @gluon.constexpr_function
-def _part_order(KIND, *words):
-    """The axes of a part as [2] * 6 bits of rows and [2, 4, *words], in the order of _WEIGHTS, then tile and second."""
-    rows, second, half, tile = _bits(KIND)
-    of_rows = (5 - bit for bit in reversed(rows))
-    return (6, 5 - half, *of_rows, 7, *(8 for _ in words), 5 - tile, 5 - second)
+def _part_axes(PART, *words):
+    """A part as the bits of its rows and [2, 4, *words]; in the order of _WEIGHTS, then tile and second; and so."""
+    rows, second, half, tiles = _bits(PART)
+    count = 4 + 1 + len(tiles)
+    of_rows = (count - 1 - bit for bit in reversed(rows))
+    last = (*(count - 1 - tile for tile in tiles), count - 1 - second)
+    order = (count, count - 1 - half, *of_rows, count + 1, *(count + 2 for _ in words), *last)
+    return (2,) * count + (2, 4, *words), order, (2, 2, 8, 4, *words, *(2 for _ in last))
 
 
 @gluon.constexpr_function
@@ -253,28 +277,30 @@ def _searched_places(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.cons
 
 
 @gluon.jit
-def _row_of(number, first, rows, KIND: gl.constexpr):
-    """The row, of an expert's, for a row's number in a part. KIND: "interleaved" or "halves" of gate and up, which are
-    first and second, or "down"."""
-    if KIND == "interleaved":
+def _row_of(number, first, rows, PART: gl.constexpr):
+    """The row, of an expert's, for a row's number in a part."""
+    if PART.kind == "interleaved":
         row = 2 * first + number
-    elif KIND == "halves":
-        row = first + number % (HEIGHT // 2) + number // (HEIGHT // 2) * (rows // 2)
+    elif PART.kind == "halves":
+        row = first + number % (PART.height // 2) + number // (PART.height // 2) * (rows // 2)
     else:
         row = first + number
     return row
 
 
 @gluon.jit
-def _number(half, row, tile, second, KIND: gl.constexpr):
+def _number(half, row, tile, second, PART: gl.constexpr):
     """A row's number in a part."""
-    bits: gl.constexpr = _bits(KIND)
+    bits: gl.constexpr = _bits(PART)
     number = ((row & 1) << bits[0][0]) + ((row >> 1 & 1) << bits[0][1]) + ((row >> 2) << bits[0][2])
-    return number + (second << bits[1]) + (half << bits[2]) + (tile << bits[3])
+    number += (second << bits[1]) + (half << bits[2])
+    if len(bits[3]):
+        number += tile << bits[3][0]
+    return number
 
 
 class _Ring(NamedTuple):
-    """The parts of all slots, of weights [slots * parts, 64 rows, 32 words] and of x [slots * parts, 8 rows or 1, 128
+    """The parts of all slots, of weights [slots * parts, rows, 32 words] and of x [slots * parts, 8 rows or 1, 128
     words], and a barrier for each slot that says that its weights have come."""
 
     desc: TensorDescriptor
@@ -284,11 +310,11 @@ class _Ring(NamedTuple):
 
 
 @gluon.jit
-def _ring(desc, ONE: gl.constexpr):
+def _ring(desc, PART: gl.constexpr, ONE: gl.constexpr):
     HIGH: gl.constexpr = 1 if ONE else ROWS
     ring = _Ring(
         desc,
-        gl.allocate_shared_memory(gl.int32, [_SLOTS * _PARTS, HEIGHT, 32], desc.layout),
+        gl.allocate_shared_memory(gl.int32, [_SLOTS * _PARTS, PART.height, 32], desc.layout),
         gl.allocate_shared_memory(gl.int32, [_SLOTS * _PARTS, HIGH, 128], gl.SwizzledSharedLayout(4, 1, HIGH, [1, 0])),
         barriers(_SLOTS),
     )
@@ -297,16 +323,16 @@ def _ring(desc, ONE: gl.constexpr):
 
 
 @gluon.jit
-def _copy_words(ring, before, step, weight, expert, first, wanted, KIND: gl.constexpr):
+def _copy_words(ring, before, step, weight, expert, first, wanted, PART: gl.constexpr):
     """Let TMA load an expert's weights for a step, which fill a slot, if wanted. before: see _sums."""
     BOX: gl.constexpr = ring.desc.block_type.shape[0]
-    BOXES: gl.constexpr = _PARTS * (HEIGHT // BOX)
+    BOXES: gl.constexpr = _PARTS * (PART.height // BOX)
     slot = (before + step) % _SLOTS
     boxes = reinterpret(ring.words, gl.int32, [_SLOTS * BOXES, BOX, 32], ring.desc.layout)
     mbarrier.expect(ring.full.index(slot), BOXES * BOX * 128, pred=wanted)
     for i in gl.static_range(BOXES):
-        number, part = BOX * i % HEIGHT, step * _PARTS + BOX * i // HEIGHT
-        where = [expert * weight.rows + _row_of(number, first, weight.rows, KIND), part * 32]
+        number, part = BOX * i % PART.height, step * _PARTS + BOX * i // PART.height
+        where = [expert * weight.rows + _row_of(number, first, weight.rows, PART), part * 32]
         async_load(ring.desc, where, ring.full.index(slot), boxes.index(slot * BOXES + i), pred=wanted)
 
 
@@ -344,7 +370,7 @@ def _store_x(ring, step, numbers):
 
 class _Scales(NamedTuple):
     """Pointers to scales, and to zeros if there are any; where their rows begin, and the bit at which a zero begins in
-    its word, [64 rows, 1]; the numbers of the units of the first part [1, 8], and how many units a row has."""
+    its word, [rows, 1]; the numbers of the units of the first part [1, 8], and how many units a row has."""
 
     ptr: gl.tensor
     zeros: gl.tensor
@@ -356,12 +382,12 @@ class _Scales(NamedTuple):
 
 
 @gluon.jit
-def _own_scales(weight, expert, first, KIND: gl.constexpr, GROUP: gl.constexpr):
+def _own_scales(weight, expert, first, PART: gl.constexpr, GROUP: gl.constexpr):
     """The _Scales of a program. GROUP: columns that share a scale."""
-    layout: gl.constexpr = _part_layout(KIND, 8)
+    layout: gl.constexpr = _part_layout(PART, 8)
     rows = weight.rows
-    number = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))[:, None]
-    row = gl.minimum(_row_of(number, first, rows, KIND), rows - 1)
+    number = gl.arange(0, PART.height, gl.SliceLayout(1, layout))[:, None]
+    row = gl.minimum(_row_of(number, first, rows, PART), rows - 1)
     groups = weight.depth // GROUP
     begin = (expert * rows + row) * groups
     zeros, begin_of_zeros = weight.scales, begin
@@ -374,7 +400,7 @@ def _own_scales(weight, expert, first, KIND: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _load_scales(scales, part, GROUP: gl.constexpr, ZEROS: gl.constexpr):
-    """The scales of a part, and the words of its zeros, [64, 8]."""
+    """The scales of a part, and the words of its zeros, [rows, 8]."""
     unit = part * 8 + scales.unit
     place, there = unit * _UNIT // GROUP, unit < scales.units
     loaded = (gl.load(scales.ptr + (scales.row + place), mask=there, other=0),)
@@ -385,23 +411,22 @@ def _load_scales(scales, part, GROUP: gl.constexpr, ZEROS: gl.constexpr):
 
 
 @gluon.jit
-def _parts(tensor):
-    """[..., 2 tiles, first or second] as a tensor for each."""
-    firsts, seconds = tensor.split()
-    first, third = firsts.split()
-    second, fourth = seconds.split()
-    return first, second, third, fourth
+def _by_row(part, WORDS: gl.constexpr, PART: gl.constexpr):
+    """A part, of words or with one number for all words of a unit, as a tensor for each row of a thread."""
+    axes: gl.constexpr = _part_axes(PART, *WORDS)
+    part = part.reshape(axes.value[0]).permute(axes.value[1]).reshape(axes.value[2])
+    firsts, seconds = part.split()
+    if _tiles_in(PART) == 1:
+        rows = (firsts, seconds)
+    else:
+        first, third = firsts.split()
+        second, fourth = seconds.split()
+        rows = (first, second, third, fourth)  # type: ignore[assignment]
+    return rows
 
 
 @gluon.jit
-def _for_rows(factor, KIND: gl.constexpr):
-    """A factor [64, 8] for each row of a thread."""
-    order: gl.constexpr = _part_order(KIND)
-    return _parts(factor.reshape((2, 2, 2, 2, 2, 2, 2, 4)).permute(order.value).reshape((2, 2, 8, 4, 2, 2)))
-
-
-@gluon.jit
-def _factors_of(loaded, scales, KIND: gl.constexpr):
+def _factors_of(loaded, scales, PART: gl.constexpr):
     """What words are converted with, in pairs: their scales, and their zeros if there are any."""
     scale = loaded[0]
     if scale.dtype == gl.uint8:
@@ -409,18 +434,16 @@ def _factors_of(loaded, scales, KIND: gl.constexpr):
         pairs = exponent * 0x800080 + (126 - _SMALLER) * 0x800080
     else:
         pairs = (scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
-    factors = (_for_rows(pairs, KIND),)
+    factors = (_by_row(pairs, (), PART),)
     if len(loaded) == 2:
-        factors += (_for_rows(((loaded[1] >> scales.bit & 15) + 0x4300) * 0x10001, KIND),)  # type: ignore[assignment]
+        factors += (_by_row(((loaded[1] >> scales.bit & 15) + 0x4300) * 0x10001, (), PART),)  # type: ignore[assignment]
     return factors
 
 
 @gluon.jit
-def _words_of(part, KIND: gl.constexpr):
+def _words_of(part, PART: gl.constexpr):
     """A part's words, for each row of a thread."""
-    order: gl.constexpr = _part_order(KIND, 4)
-    words = part.load(_part_layout(KIND, 32)).reshape((2, 2, 2, 2, 2, 2, 2, 4, 4)).permute(order.value)
-    return _parts(words.reshape((2, 2, 8, 4, 4, 2, 2)))
+    return _by_row(part.load(_part_layout(PART, 32)), (4,), PART)
 
 
 @gluon.jit
@@ -466,39 +489,46 @@ def _sums(
     weight,
     expert,
     first,
-    KIND: gl.constexpr,
+    PART: gl.constexpr,
     ONE: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Two sums [2, 8, 4, 4]: in each thread two rows of weights times the rows 2 t and 2 t + 1 of x, of which it is
-    the t-th of four. before: the program's steps before these ones. x_rows [8]: of x. The first weights are on their
-    way."""
+    """A sum [2, 8, 4, 4] for each tile: in each thread two rows of weights times the rows 2 t and 2 t + 1 of x, of
+    which it is the t-th of four. before: the program's steps before these ones. x_rows [8]: of x. The first weights are
+    on their way."""
     INTEGERS: gl.constexpr = weight.scales.dtype.element_ty != gl.uint8
     ZEROS: gl.constexpr = weight.zeros is not None
     CONVERSION: gl.constexpr = (_WITH_ZEROS if ZEROS else _SYMMETRIC) if INTEGERS else _MXFP4
     x_ptr, column = _x_ptr(x, x_rows, ONE)
-    scales, depth = _own_scales(weight, expert, first, KIND, GROUP), weight.depth
+    scales, depth = _own_scales(weight, expert, first, PART, GROUP), weight.depth
     steps = _steps_of(depth)
     _store_x(ring, before, _load_x(x_ptr, column, 0, depth))
     numbers, loaded = _load_x(x_ptr, column, 1, depth), _load_scales(scales, 0, GROUP, ZEROS)
-    sums = (gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS), gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS))
+    sums = ()
+    for _ in gl.static_range(_tiles_in(PART)):
+        sums += (gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS),)  # type: ignore[assignment]
     for step in range(steps):
         await_full(ring.full, before + step)
         debug_barrier()  # all have read the previous slot, which is filled again
-        _copy_words(ring, before, step + 1, weight, expert, first, step + 1 < steps, KIND)
+        _copy_words(ring, before, step + 1, weight, expert, first, step + 1 < steps, PART)
         _store_x(ring, before + step + 1, numbers)
         numbers = _load_x(x_ptr, column, step + 2, depth)
         for part in range(step * _PARTS, (step + 1) * _PARTS):
             slot = (before * _PARTS + part) % (_SLOTS * _PARTS)
-            words, factors = _words_of(ring.words.index(slot), KIND), _factors_of(loaded, scales, KIND)
+            words, factors = _words_of(ring.words.index(slot), PART), _factors_of(loaded, scales, PART)
             loaded = _load_scales(scales, part + 1, GROUP, ZEROS)
             found = _x_of(ring.x.index(slot))
-            upper, lower = _converted_row(words, factors, 0, CONVERSION), _converted_row(words, factors, 1, CONVERSION)
-            tile = _multiply_add(upper, lower, found, sums[0], _MULTIPLICATION)
-            upper, lower = _converted_row(words, factors, 2, CONVERSION), _converted_row(words, factors, 3, CONVERSION)
-            sums = (tile, _multiply_add(upper, lower, found, sums[1], _MULTIPLICATION))
+            added = ()
+            for i in gl.static_range(_tiles_in(PART)):
+                upper = _converted_row(words, factors, 2 * i, CONVERSION)
+                lower = _converted_row(words, factors, 2 * i + 1, CONVERSION)
+                added += (_multiply_add(upper, lower, found, sums[i], _MULTIPLICATION),)  # type: ignore[assignment]
+            sums = added
     LARGER: gl.constexpr = 1.0 if INTEGERS else 4294967296.0
-    return gl.sum(sums[0], axis=0) * LARGER, gl.sum(sums[1], axis=0) * LARGER
+    whole = ()
+    for i in gl.static_range(_tiles_in(PART)):
+        whole += (gl.sum(sums[i], axis=0) * LARGER,)  # type: ignore[assignment]
+    return whole
 
 
 @gluon.jit
@@ -522,20 +552,20 @@ def _of_numbers(vector, layout: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of_sums(j: gl.constexpr, second: gl.constexpr, first, rows, layout: gl.constexpr, KIND: gl.constexpr):
+def _rows_of_sums(j: gl.constexpr, second: gl.constexpr, first, rows, layout: gl.constexpr, PART: gl.constexpr):
     """Which of an expert's rows have a tile's first or second sums."""
-    number = _number(_index(2, 0, layout), _index(8, 1, layout), j, second, KIND)
-    return _row_of(number, first, rows, KIND)
+    number = _number(_index(2, 0, layout), _index(8, 1, layout), j, second, PART)
+    return _row_of(number, first, rows, PART)
 
 
 @gluon.jit
-def _load_bias(weight, expert, first, KIND: gl.constexpr):
+def _load_bias(weight, expert, first, PART: gl.constexpr):
     """The bias of each tile's first and second rows [2, 8, 1, 1]; zeros without one."""
     parts = _by_rows(gl.zeros((2, 8, 4, 4), gl.float32, _WHOLE))  # for their layout
     layout: gl.constexpr = parts[0].type.layout
     found = ()
-    for i in gl.static_range(4):
-        row = _rows_of_sums(i // 2, i % 2, first, weight.rows, layout, KIND)
+    for i in gl.static_range(2 * _tiles_in(PART)):
+        row = _rows_of_sums(i // 2, i % 2, first, weight.rows, layout, PART)
         if weight.bias is None:
             found += (0.0,)  # type: ignore[assignment]
         else:
@@ -564,17 +594,16 @@ def swiglu_kernel(
     limit,
     alpha,
     CHOSEN: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
+    PART: gl.constexpr,
     CLAMPED: gl.constexpr,
     BLOCK_J: gl.constexpr,
     ONE: gl.constexpr,
     MANY: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns, slots): 32 inner columns of an expert. MANY: see _tiles_of. See
-    experts_swiglu."""
-    KIND: gl.constexpr = "interleaved" if INTERLEAVED else "halves"
-    ring, slot = _ring(desc, ONE), gl.program_id(2)
+    """Grid (tiles of rows, tiles of columns, slots): inner columns of an expert, half as many as a part has rows. MANY:
+    see _tiles_of. See experts_swiglu."""
+    ring, slot = _ring(desc, PART, ONE), gl.program_id(2)
     gdc_wait()
     expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
     if MANY:
@@ -583,14 +612,14 @@ def swiglu_kernel(
             debug_barrier()  # all have read the last slots, which are filled again
             _swiglu_tile(
                 x, weight, routes, out_ptr, limit, alpha, ring, (tile - begin) * _steps_of(weight.depth), expert,
-                *_rows_of(word, tile, ONE), CHOSEN, KIND, CLAMPED, BLOCK_J, ONE, GROUP,
+                *_rows_of(word, tile, ONE), CHOSEN, PART, CLAMPED, BLOCK_J, ONE, GROUP,
             )  # fmt: skip
     else:
         left, row = _rows_of(word, gl.program_id(0), ONE)
         if left > 0:
             _swiglu_tile(
                 x, weight, routes, out_ptr, limit, alpha, ring, 0, expert,
-                left, row, CHOSEN, KIND, CLAMPED, BLOCK_J, ONE, GROUP,
+                left, row, CHOSEN, PART, CLAMPED, BLOCK_J, ONE, GROUP,
             )  # fmt: skip
 
 
@@ -608,23 +637,23 @@ def _swiglu_tile(
     left,
     row,
     CHOSEN: gl.constexpr,
-    KIND: gl.constexpr,
+    PART: gl.constexpr,
     CLAMPED: gl.constexpr,
     BLOCK_J: gl.constexpr,
     ONE: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """`swiglu_kernel` for a tile of rows. before: see _sums. left, row: see _rows_of."""
-    first, size = gl.program_id(1) * (HEIGHT // 2), weight.rows // 2
-    _copy_words(ring, before, 0, weight, expert, first, True, KIND)
-    added = _load_bias(weight, expert, first, KIND)
+    first, size = gl.program_id(1) * (PART.height // 2), weight.rows // 2
+    _copy_words(ring, before, 0, weight, expert, first, True, PART)
+    added = _load_bias(weight, expert, first, PART)
     pair = row * CHOSEN + _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
-    sums = _sums(ring, before, x, row, weight, expert, first, KIND, ONE, GROUP)
+    sums = _sums(ring, before, x, row, weight, expert, first, PART, ONE, GROUP)
     gdc_launch_dependents()
-    for j in gl.static_range(2):
+    for j in gl.static_range(_tiles_in(PART)):
         _store_swiglu(
             sums[j], added[2 * j], added[2 * j + 1], left, pair, out_ptr, first, size, limit, alpha,
-            j, KIND, CLAMPED, weight.bias is not None,
+            j, PART, CLAMPED, weight.bias is not None,
         )  # fmt: skip
 
 
@@ -641,15 +670,15 @@ def _store_swiglu(
     limit,
     alpha,
     j: gl.constexpr,
-    KIND: gl.constexpr,
+    PART: gl.constexpr,
     CLAMPED: gl.constexpr,
     BIASED: gl.constexpr,
 ):
     """Store a tile's columns. of_gates, of_ups: biases. pair [8]: of a row of x and one of its experts."""
     gates, ups = _by_rows(sums)
     layout: gl.constexpr = gates.type.layout
-    column = _rows_of_sums(j, 0, first, 2 * size, layout, KIND)
-    if KIND == "interleaved":
+    column = _rows_of_sums(j, 0, first, 2 * size, layout, PART)
+    if PART.kind == "interleaved":
         column = column // 2
     gate, up = _with_bias(gates, of_gates, BIASED), _with_bias(ups, of_ups, BIASED)
     if CLAMPED:
@@ -673,14 +702,15 @@ def down_kernel(
     out_ptr,
     rows,
     CHOSEN: gl.constexpr,
+    PART: gl.constexpr,
     BLOCK_J: gl.constexpr,
     ONE: gl.constexpr,
     MANY: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns, slots): 64 columns of an expert's outputs. MANY: see _tiles_of. See
+    """Grid (tiles of rows, tiles of columns, slots): columns of an expert's outputs. MANY: see _tiles_of. See
     experts_down."""
-    ring, slot = _ring(desc, ONE), gl.program_id(2)
+    ring, slot = _ring(desc, PART, ONE), gl.program_id(2)
     gdc_wait()
     expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
     if MANY:
@@ -689,14 +719,14 @@ def down_kernel(
             debug_barrier()  # all have read the last slots, which are filled again
             _down_tile(
                 inner_ptr, weight, weights_ptr, routes, out_ptr, rows, ring, (tile - begin) * _steps_of(weight.depth),
-                expert, *_rows_of(word, tile, ONE), CHOSEN, BLOCK_J, ONE, GROUP,
+                expert, *_rows_of(word, tile, ONE), CHOSEN, PART, BLOCK_J, ONE, GROUP,
             )  # fmt: skip
     else:
         left, row = _rows_of(word, gl.program_id(0), ONE)
         if left > 0:
             _down_tile(
                 inner_ptr, weight, weights_ptr, routes, out_ptr, rows, ring, 0,
-                expert, left, row, CHOSEN, BLOCK_J, ONE, GROUP,
+                expert, left, row, CHOSEN, PART, BLOCK_J, ONE, GROUP,
             )  # fmt: skip
 
 
@@ -714,23 +744,26 @@ def _down_tile(
     left,
     row,
     CHOSEN: gl.constexpr,
+    PART: gl.constexpr,
     BLOCK_J: gl.constexpr,
     ONE: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """`down_kernel` for a tile of rows. before: see _sums. left, row: see _rows_of."""
-    first, size = gl.program_id(1) * HEIGHT, weight.rows
-    _copy_words(ring, before, 0, weight, expert, first, True, "down")
-    added = _load_bias(weight, expert, first, "down")
+    first, size = gl.program_id(1) * PART.height, weight.rows
+    _copy_words(ring, before, 0, weight, expert, first, True, PART)
+    added = _load_bias(weight, expert, first, PART)
     place = _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
     pair, part = row * CHOSEN + place, place * rows + row
     weights = gl.load(weights_ptr + pair, mask=gl.arange(0, ROWS, row.type.layout) < left, other=0.0)
-    sums = _sums(ring, before, Rows(inner_ptr, weight.depth), pair, weight, expert, first, "down", ONE, GROUP)
+    sums = _sums(ring, before, Rows(inner_ptr, weight.depth), pair, weight, expert, first, PART, ONE, GROUP)
     gdc_launch_dependents()
-    for j in gl.static_range(2):
-        upper, lower = _by_rows(sums[j])
-        _store_down(upper, added[2 * j], weights, part, left, out_ptr, first, size, j, 0, weight.bias is not None)
-        _store_down(lower, added[2 * j + 1], weights, part, left, out_ptr, first, size, j, 1, weight.bias is not None)
+    for j in gl.static_range(_tiles_in(PART)):
+        for second in gl.static_range(2):
+            _store_down(
+                _by_rows(sums[j])[second], added[2 * j + second], weights, part, left, out_ptr, first, size,
+                j, second, PART, weight.bias is not None,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -745,12 +778,13 @@ def _store_down(
     size,
     j: gl.constexpr,
     second: gl.constexpr,
+    PART: gl.constexpr,
     BIASED: gl.constexpr,
 ):
     """Store columns of a tile's first or second rows, times the weights [8] of the rows of x. added: a bias. part [8]:
     the rows of the output."""
     layout: gl.constexpr = sums.type.layout
-    column = _rows_of_sums(j, second, first, size, layout, "down")
+    column = _rows_of_sums(j, second, first, size, layout, PART)
     value = _with_bias(sums, added, BIASED) * _of_numbers(weights, layout).to(gl.float32)
     value = rounded(value, weights.dtype)
     there = (column < size) & (_numbers(layout) < left)
@@ -784,9 +818,10 @@ def experts_swiglu(
     """products.experts_swiglu into `out` [n, k, I], which has checked the arguments. routes: its view of them."""
     rows, chosen, _ = out.shape
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
-    operands = _operands_of(weight, bias, HEIGHT.value if interleaved else HEIGHT.value // 2)
-    _launch(swiglu_kernel, rows, routes, weight)(
-        Rows.of(x), *operands, routes, out, limit, alpha, chosen, interleaved, clamp is not None
+    part = _Part("interleaved" if interleaved else "halves", _height_of(rows, chosen, weight))
+    operands = _operands_of(weight, bias, part.height if interleaved else part.height // 2)
+    _launch(swiglu_kernel, rows, routes, weight, part)(
+        Rows.of(x), *operands, routes, out, limit, alpha, chosen, part, clamp is not None
     )
 
 
@@ -800,8 +835,21 @@ def experts_down(
 ) -> None:
     """products.experts_down into the parts `out` [k, n, H]. weights [n, k]: of the rows' experts."""
     chosen, rows, _ = out.shape
-    operands = _operands_of(weight, bias, HEIGHT.value)
-    _launch(down_kernel, rows, routes, weight)(inner, *operands, weights, routes, out, rows, chosen)
+    part = _Part("down", _height_of(rows, chosen, weight))
+    operands = _operands_of(weight, bias, part.height)
+    _launch(down_kernel, rows, routes, weight, part)(inner, *operands, weights, routes, out, rows, chosen, part)
+
+
+def _height_of(rows: int, chosen: int, weight: FourBits) -> int:
+    """How many rows of weights a program multiplies. Half of HEIGHT, if so the multiprocessor with the most rows has
+    less: one row of x has the same programs in every step."""
+
+    def most(height: int) -> int:
+        programs = chosen * triton.cdiv(weight.shape[1], height)
+        return triton.cdiv(programs, multiprocessors_of(weight.bytes.device)) * height
+
+    half = HEIGHT.value // 2
+    return half if rows == 1 and most(half) < most(HEIGHT.value) else HEIGHT.value
 
 
 def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[TensorDescriptor, _Weight]:
@@ -812,12 +860,12 @@ def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[Tens
     return words, _Weight(scales, zeros[0] if zeros else None, bias, rows, depth)
 
 
-def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits) -> Callable[..., None]:
+def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits, part: _Part) -> Callable[..., None]:
     """Called with a kernel's arguments up to its number of chosen experts and flags."""
     (slots,), chosen = routes.hit.shape, routes.experts.shape[1]
     many = rows > _FEW
     programs = _PROGRAMS_OF_MANY if many else triton.cdiv(rows, ROWS.value)
-    grid = programs, triton.cdiv(weight.shape[1], HEIGHT.value), slots
+    grid = programs, triton.cdiv(weight.shape[1], part.height), slots
 
     def start(*arguments: object) -> None:
         compiled = launch(kernel, grid)(
