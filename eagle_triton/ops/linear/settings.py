@@ -69,6 +69,8 @@ _HOPPER = {
     (16, (4096, 1024, 1024), 8192): Settings(64, 128, 4, 4, 3, True),  # draft qkv 27.6, 26.3; 27.7
     (16, (32000,), 4096): Settings(128, 128, 1, 4, 3, True),  # draft head 62.0; 64.9
     (16, (4096,), 8192): Settings(64, 128, 4, 4, 4, True),  # MTP's fc, streamed 17.7; 21.9
+    (16, (4096, 512, 512), 2880): Settings(64, 128, 4, 4, 4, True),  # qkv of gpt-oss-20b; by its streamed time
+    (16, (4096, 512, 512), 2048): Settings(64, 128, 4, 4, 4, True),  # qkv of Qwen3-30B-A3B; likewise
     (64, (4096, 1024, 1024), 4096): Settings(32, 128, 2, 4, 3),  # 17.8, 15.9; 16.0
     (64, (4096,), 4096): Settings(32, 128, 2, 4, 4),  # 12.4, 10.9; 11.7
     (64, (14336, 14336), 4096): Settings(128, 64, 1, 4, 4),  # 59.3; 61.2 without SwiGLU
