@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from typing import Any
 
 # No test needs the hub. Where it cannot be reached, each question to it would wait for seconds.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,6 +32,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # else extension modules say at the end that objects of theirs were lost
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The engines of models that are optimised in a test, in turn."""
+    from eagle_triton import assembly
+
+    made, engine = [], assembly.Engine
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        made.append(engine(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(assembly, "Engine", make)
+    return made
 
 
 @pytest.fixture

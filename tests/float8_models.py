@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from eagle_triton import optimize_with_triton
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from tests.tiny import tiny_model
 
@@ -134,10 +135,15 @@ def compressed(weight: Tensor, bias: Tensor | None, per: str = "row") -> Any:
     size = [128, 128] if per == "block" else None
     module.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(block_structure=size))
     module.quantization_status = "compressed"
+    give_compressed_forward(module)
+    return module, found
+
+
+def give_compressed_forward(module: nn.Module) -> None:
+    """Replace a module's forward as compressed-tensors does, by a function of that package's."""
     home: dict[str, Any] = {"__name__": "compressed_tensors.quantization.lifecycle.forward"}
     exec("def forward(self, x): return type(self).forward(self, x)", home)
     module.forward = home["forward"].__get__(module)
-    return module, found
 
 
 def decompress_at_first(model: nn.Module) -> None:
@@ -173,8 +179,37 @@ def plain_tokens(model: Any, prompt: Tensor, new: int = 24) -> Tensor:
     return model.generate(prompt, max_new_tokens=new, do_sample=False, use_cache=False)
 
 
+def check_same_tokens(model: Any, plain: Any, prompt: Tensor, new: int = 24, **options: Any) -> Any:
+    """A model, while it is optimised, gives the greedy tokens of the own forward of `plain`. Returns the originals, for
+    their report."""
+    expected = plain_tokens(plain, prompt, new)
+    with optimize_with_triton(model, **options) as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=new, do_sample=False), expected)
+    return originals
+
+
 def note_of(originals: Any, path: str = "activations") -> str:
     return next(entry.reason for entry in originals.report() if entry.path == path)
+
+
+def replacing(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Any], None]:
+    """Replaces a parameter of a module by what `change` makes of a copy; None: by nothing."""
+
+    def apply(module: Any) -> None:
+        changed = change(getattr(module, name).detach().clone())
+        setattr(module, name, None if changed is None else nn.Parameter(changed, requires_grad=False))
+
+    return apply
+
+
+def with_bits(value: int) -> Callable[[Tensor], Tensor]:
+    """Gives one number of a tensor in FP8 these bits."""
+
+    def change(values: Tensor) -> Tensor:
+        values.view(torch.uint8)[3, 5] = value
+        return values
+
+    return change
 
 
 def stored(model: nn.Module) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from eagle_triton.runtime.four_bit_weight import Packing, packed
+from tests.float8_models import give_compressed_forward
 from tests.test_four_bit_weight import repacked
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of Marlin's zeros in a word
@@ -75,9 +76,7 @@ def compressed(weight: Tensor, bias: Tensor | None, group: int = 64, zeros: bool
     args = dict(num_bits=4, type="int", symmetric=not zeros, group_size=None if group == depth else group)
     module.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(**args))
     module.quantization_status = "compressed"
-    home: dict[str, Any] = {"__name__": "compressed_tensors.quantization.lifecycle.forward"}
-    exec("def forward(self, x): return type(self).forward(self, x)", home)
-    module.forward = home["forward"].__get__(module)
+    give_compressed_forward(module)
     return module, stands_for
 
 

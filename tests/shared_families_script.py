@@ -31,7 +31,7 @@ from eagle_triton.models.mtp import MTPHead, new_unit
 from eagle_triton.runtime.split_sums import Product, SharedSums, total_of
 from tests.peer_memory_script import memory_in
 from tests.tensor_parallel_script import refused
-from tests.tiny import random_prompt
+from tests.tiny import generate_row, random_prompt
 from tests.tiny_families import CASES, NOT_OVER_RANKS, SIMILAR, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
 from tests.tiny_hybrids import DEEPSEEK, KINDS, MIMO, QWEN, mtp_tensors, tiny_hybrid
 
@@ -74,7 +74,7 @@ def tokens_are_the_originals(
         with optimize_with_triton(shared, drafts, config)[1] as originals:
             for expected, found in zip(want, generated(shared, *asked), strict=False):
                 assert torch.equal(expected, found), f"{path}: {expected.tolist()} and {found.tolist()}"
-            row = next(row for row in originals.report() if row.path == "generate")
+            row = generate_row(originals)
             assert row.calls == len(asked) and not row.fallbacks, f"{path}: {row}"
     ranks = read_causal_lm(shared).ranks
     assert ranks is not None and ranks.size == dist.get_world_size()

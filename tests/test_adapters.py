@@ -206,6 +206,11 @@ class ZeroCentredNorm(Norm):
         return (normed * (self.centre + self.weight.float())).to(x.dtype)
 
 
+def read_norm(norm: nn.Module) -> Any:
+    """A norm as it is read in a model."""
+    return ModuleReader(SimpleNamespace(norm=norm)).norm("norm")
+
+
 WEIGHTS = {"zeros": 0.0, "ones": 1.0, "around zero": None, "minus a half": -0.5, "minus one": -1.0, "large": 60.0}
 
 
@@ -213,13 +218,11 @@ WEIGHTS = {"zeros": 0.0, "ones": 1.0, "around zero": None, "minus a half": -0.5,
 @pytest.mark.parametrize("value", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("kind", [Norm, ZeroCentredNorm], ids=["plain", "zero-centred"])
 def test_norms_are_told_apart_by_what_they_compute(kind, value, dtype):
-    owner = nn.Module()
-    owner.norm = kind(HIDDEN)
+    module = kind(HIDDEN)
     weight = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) / 3 if value is None else value
-    owner.norm.weight.data = owner.norm.weight.data * 0 + weight
-    owner.to(dtype)
-    norm = ModuleReader(owner).norm("norm")
-    assert norm.weight is owner.norm.weight and norm.eps == 1e-5
+    module.weight.data = module.weight.data * 0 + weight
+    norm = read_norm(module.to(dtype))
+    assert norm.weight is module.weight and norm.eps == 1e-5
     assert norm.zero_centred == (kind is ZeroCentredNorm)
 
 
@@ -240,13 +243,11 @@ class OnceRoundedNorm(Norm):
 def test_the_rounding_of_a_norm_is_found_by_its_bits(kind, size, dtype):
     """With weights near 1, and with all but one of them at 1."""
     for spread in (1.0, 0.0):
-        owner = nn.Module()
-        owner.norm = kind(size)
+        module = kind(size)
         weight = 1 + spread * torch.randn(size, generator=torch.Generator().manual_seed(1)) / 10
         weight[3] = 1.3
-        owner.norm.weight.data = weight
-        owner.to(dtype)
-        norm = ModuleReader(owner).norm("norm")
+        module.weight.data = weight
+        norm = read_norm(module.to(dtype))
         assert norm.zero_centred == (kind is ZeroCentredNorm)
         if spread or kind is not OnceRoundedNorm:
             assert norm.round_first == (kind is not OnceRoundedNorm or dtype == torch.float32)
@@ -256,30 +257,27 @@ def test_the_rounding_of_a_norm_is_found_by_its_bits(kind, size, dtype):
 def test_hugging_face_norms_are_read_as_what_they_are(family):
     home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     name = {"gpt_oss": "GptOssRMSNorm"}.get(family, f"{family.capitalize()}RMSNorm")
-    owner = nn.Module()
-    owner.norm = getattr(home, name)(256, eps=1e-5).bfloat16()
-    owner.norm.weight.data = torch.randn(256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    norm = ModuleReader(owner).norm("norm")
+    module = getattr(home, name)(256, eps=1e-5).bfloat16()
+    module.weight.data = torch.randn(256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    norm = read_norm(module)
     assert (norm.zero_centred, norm.round_first) == {
         "gpt_oss": (False, False), "olmo2": (False, False), "gemma4": (False, False), "gemma3": (True, True)
     }.get(family, (False, True))  # fmt: skip
 
 
 def test_a_norm_that_gives_another_dtype_is_refused():
-    owner = nn.Module()
-    owner.norm = OnceRoundedNorm().bfloat16()
-    owner.norm.forward = lambda x: x.float()
+    module = OnceRoundedNorm().bfloat16()
+    module.forward = lambda x: x.float()
     with pytest.raises(UnsupportedModelError, match="does not compute an RMSNorm"):
-        ModuleReader(owner).norm("norm")
+        read_norm(module)
 
 
 @pytest.mark.parametrize("centre", [0.5, 2.0, -1.0])
 def test_a_norm_of_neither_kind_is_refused(centre):
-    owner = nn.Module()
-    owner.norm = ZeroCentredNorm()
-    owner.norm.centre = centre
+    module = ZeroCentredNorm()
+    module.centre = centre
     with pytest.raises(UnsupportedModelError, match=r"model\.norm \(ZeroCentredNorm\) does not compute an RMSNorm"):
-        ModuleReader(owner).norm("norm")
+        read_norm(module)
 
 
 def test_what_is_no_plain_linear_is_called_as_the_module_it_is():

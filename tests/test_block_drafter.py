@@ -26,7 +26,8 @@ from eagle_triton.inference.stages import Prefix
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
 from eagle_triton.models.head_loading import load_head
-from tests.tiny import random_prompt, tiny_model
+from tests.checkpoints import config_of, edited
+from tests.tiny import generate_row, random_prompt, tiny_model
 from tests.tiny_hybrids import KINDS as HYBRIDS
 from tests.tiny_hybrids import tiny_hybrid
 
@@ -317,7 +318,7 @@ def test_kernels_draft_what_the_references_draft(device, tree):
         with optimize_with_triton(model, drafter, kernels=kernels)[1] as originals:
             ids = random_prompt(9, VOCAB).to(device)
             tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
-            row = next(row for row in originals.report() if row.path == "generate")
+            row = generate_row(originals)
             assert row.calls == 1 and not row.fallbacks
             found.append((tokens.tolist(), re.findall(r"tau \S+ over \d+ steps", str(originals))))
     assert found[0] == found[1] and not found[0][1][0].startswith("tau 1.00 ")
@@ -400,7 +401,7 @@ def test_checkpoints_of_every_layout(layout, tmp_path):
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     with optimize_with_triton(model, tmp_path / "drafter")[1] as originals:
         assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6), plain)
-        assert next(row for row in originals.report() if row.path == "generate").calls == 1
+        assert generate_row(originals).calls == 1
     model.save_pretrained(tmp_path / "target")
     config = EAGLEConfig(
         speculative=SpeculativeConfig(method="dflash", model=str(tmp_path / "drafter"), num_speculative_tokens=5)
@@ -445,8 +446,7 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
 )
 def test_what_no_drafter_here_computes_is_refused(change, message, tmp_path):
     save(tmp_path, block_drafter(), "z-lab")
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    edited(tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         load_block_drafter(str(tmp_path), target().config)
 
@@ -456,7 +456,7 @@ def test_fields_that_a_layout_may_leave_out(tmp_path):
     changes: dict = dict(markov_head="vanilla", markov_rank=4, own_embedding=True, own_head=True)
     save(tmp_path, block_drafter(**changes), "speculators")
     file = tmp_path / "config.json"
-    raw = {**json.loads(file.read_text()), "speculators_model_type": "dspark"}
+    raw = config_of(tmp_path) | {"speculators_model_type": "dspark"}
     for shifted in (False, True):
         if shifted:
             del raw["sample_from_anchor"]
@@ -464,9 +464,7 @@ def test_fields_that_a_layout_may_leave_out(tmp_path):
         config = load_block_drafter(str(tmp_path), target().config).config
         assert (config.shifted, config.markov_head, config.markov_rank) == (shifted, "vanilla", 4)
     save(tmp_path, block_drafter(), "z-lab")
-    raw = json.loads(file.read_text())
-    raw["dflash_config"]["shift_label"] = True
-    file.write_text(json.dumps(raw))
+    edited(tmp_path, dflash_config=config_of(tmp_path)["dflash_config"] | {"shift_label": True})
     assert load_block_drafter(str(tmp_path), target().config).config.shifted
 
 
@@ -488,9 +486,8 @@ def test_fields_that_a_layout_may_leave_out(tmp_path):
 )
 def test_a_domino_drafter_that_does_not_fit_its_fields_is_refused(fields, tensors, message, tmp_path):
     save(tmp_path, block_drafter(**KINDS["Domino"]), "SpecForge, Domino")
-    file, stored = tmp_path / "config.json", load_file(tmp_path / "model.safetensors") | tensors
-    raw = json.loads(file.read_text())
-    file.write_text(json.dumps(raw | dict(dflash_config=raw["dflash_config"] | fields)))
+    stored = load_file(tmp_path / "model.safetensors") | tensors
+    edited(tmp_path, dflash_config=config_of(tmp_path)["dflash_config"] | fields)
     save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         load_block_drafter(str(tmp_path), target().config)
@@ -560,7 +557,7 @@ def saved_target(tmp_path_factory) -> str:
 def test_an_exported_drafter_is_read_back_and_drafts_the_same(to, kind, saved_target, tmp_path):
     drafter = block_drafter(**KINDS[kind] | dict(shifted=False))
     plan = export_head(drafter, to, tmp_path / "out", saved_target)
-    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    raw = config_of(tmp_path / "out")
     assert raw["dflash_config"]["target_layer_ids"] == [0, 2, 3] and raw["num_target_layers"] == LAYERS
     assert raw["architectures"] == ["DFlash2DraftModel" if kind == "DFlash2" else "DFlashDraftModel"]
     assert raw.get("is_causal") == {"causal": True, "windows": None}.get(kind, False)

@@ -274,7 +274,7 @@ REFUSED = {
     "hooked": (lambda: damaged("model.layers.0._hf_hook", object()), "has hooks of accelerate, which would not run"),
     "one layer of another dtype": (
         half_projection,
-        r"draft_model\.model\.layers\.1\.mlp\.up_proj must be torch\.float32, the embedding.*got torch\.float16",
+        r"draft_model\.model\.layers\.1\.mlp\.up_proj\.weight must be torch\.float32, .*got torch\.float16",
     ),
     "a quantised embedding": (
         quantised_embedding,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,16 @@ from torch import nn
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
 from eagle_triton.families.reading.float8 import read_float8
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
-from tests.float8_models import compressed, decompress_at_first, note_of, plain_tokens, tiny_target, with_fp8
+from tests.checkpoints import in_compressed_tensors
+from tests.float8_models import (
+    check_same_tokens,
+    compressed,
+    decompress_at_first,
+    note_of,
+    plain_tokens,
+    tiny_target,
+    with_fp8,
+)
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_families import tiny_family
 
@@ -47,11 +55,9 @@ def test_a_shared_expert_beside_experts_in_16_bits_is_read() -> None:
     """transformers dequantises the experts of such a checkpoint, but not the shared one."""
     model, dequantised = with_fp8(tiny_family("glm4_moe"), compressed)
     prompt = torch.arange(2, 22).repeat(1, 4)  # more rows than one operation takes
-    expected = plain_tokens(dequantised, prompt, 8)
-    with optimize_with_triton(model) as (optimised, originals):
-        assert torch.equal(optimised.generate(prompt, max_new_tokens=8, do_sample=False), expected)
-        note = "exact: 28 FP8 projections are read by their weights, and their inputs are not rounded"
-        assert note_of(originals) == note
+    originals = check_same_tokens(model, dequantised, prompt, 8)
+    note = "exact: 28 FP8 projections are read by their weights, and their inputs are not rounded"
+    assert note_of(originals) == note
 
 
 def test_an_ea_model_takes_it() -> None:
@@ -137,20 +143,9 @@ def written(folder: Path, per: str, rounds: bool) -> Any:
         module.weight.data.copy_(found.dequantised())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     eight = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**eight, "strategy": "channel" if per == "row" else "tensor", "dynamic": False},
-        "input_activations": {**eight, "strategy": "token", "dynamic": True} if rounds else None,
-    }
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    weights = {**eight, "strategy": "channel" if per == "row" else "tensor", "dynamic": False}
+    inputs = {**eight, "strategy": "token", "dynamic": True} if rounds else None
+    in_compressed_tensors(folder, "float-quantized", weights=weights, input_activations=inputs)
     return exact
 
 

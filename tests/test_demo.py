@@ -13,6 +13,7 @@ from eagle_triton.demo import PARTS, demo_directory, demo_prompts, path_of
 from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.models.tree import MC_SIM_7B_63
+from tests.checkpoints import config_of
 
 LENGTHS = (1, 2, 63, 64, 65, 500)  # prompts cut to these, beside natural ones
 TREES = {
@@ -119,7 +120,7 @@ def test_the_draft_model_is_small_and_shares_the_tokenizer():
     assert sum(path.stat().st_size for path in directory.iterdir()) < 4e6
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         assert (directory / name).read_bytes() == (target / name).read_bytes()
-    draft, config = (json.loads((place / "config.json").read_text()) for place in (directory, target))
+    draft, config = (config_of(place) for place in (directory, target))
     assert draft["architectures"] == config["architectures"] and draft["tie_word_embeddings"]
     for name in ("vocab_size", "max_position_embeddings", "eos_token_id"):
         assert draft[name] == config[name]
@@ -196,7 +197,7 @@ def test_other_paths_are_as_they_are():
 def test_the_checkpoint_is_small_and_in_the_published_formats():
     sizes = [path.stat().st_size for part in PARTS for path in demo_directory(part).rglob("*") if path.is_file()]
     assert sum(sizes) < 60e6
-    config = json.loads((demo_directory("target") / "config.json").read_text())
+    config = config_of(demo_directory("target"))
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["num_hidden_layers"] >= 8 and config["max_position_embeddings"] >= 1024
     assert config["num_key_value_heads"] < config["num_attention_heads"]
@@ -204,5 +205,5 @@ def test_the_checkpoint_is_small_and_in_the_published_formats():
     index = json.loads((demo_directory("target") / "model.safetensors.index.json").read_text())
     assert "model.embed_tokens.weight" in index["weight_map"]
     assert 3500 <= config["vocab_size"] <= 4500
-    head = json.loads((demo_directory("eagle3") / "config.json").read_text())
+    head = config_of(demo_directory("eagle3"))
     assert head["draft_vocab_size"] < head["vocab_size"] == config["vocab_size"]

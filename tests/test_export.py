@@ -24,6 +24,7 @@ from eagle_triton.export.contents import EMBEDDING, ExportError, HeadContents, r
 from eagle_triton.export.export_head import ENGINES
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.models.loading import read_target_embedding
+from tests.checkpoints import config_of
 from tests.tiny import tiny_model
 
 NO_TREE: dict = dict(total_token=None, depth=None, top_k=None)
@@ -167,7 +168,7 @@ def test_models_in_memory_give_what_their_files_do(to, saved, tmp_path):
 
 
 def read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    return config_of(folder), load_file(folder / "model.safetensors")
 
 
 def test_one_folder_serves_vllm_and_sglang(saved, tmp_path):

@@ -38,8 +38,17 @@ from eagle_triton.models.target import check_architecture
 from eagle_triton.patching import Fallback
 from eagle_triton.speculative_decoding import autoregressive_generate
 from tests.test_causal_lm import DEVICE
-from tests.tiny import random_prompt
-from tests.tiny_families import CASES, NOT_OVER_RANKS, SIMILAR, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
+from tests.tiny import generate_row, random_prompt
+from tests.tiny_families import (
+    CASES,
+    NOT_OVER_RANKS,
+    SIMILAR,
+    WITH_IMAGES,
+    skipped_if_unknown,
+    tiny_family,
+    tiny_head,
+    tiny_seeing_family,
+)
 
 ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3)]).to(DEVICE)
 LEFT = torch.ones_like(ROWS)
@@ -55,10 +64,8 @@ def models():
 
     def model(case):
         if case not in made:
-            try:
+            with skipped_if_unknown():
                 made[case] = tiny_family(case).to(DEVICE)
-            except (ValueError, AttributeError) as error:
-                pytest.skip(f"this transformers has no such family: {error}")
         return made[case]
 
     return model
@@ -77,7 +84,7 @@ def test_tokens_are_the_originals(models, case):
     for draft, config in ((None, TritonConfig()), (model, TritonConfig(topk=2, num_steps=2))):
         with optimize_with_triton(model, draft, config)[1] as originals:
             assert torch.equal(generated(model), want)
-            row = next(row for row in originals.report() if row.path == "generate")
+            row = generate_row(originals)
             assert row.calls == 1 and not row.fallbacks, row
     assert len(set(want[:, 21:].flatten().tolist())) > 3  # else much could be wrong
 
@@ -198,10 +205,8 @@ def test_an_ea_models_logits_are_scaled_and_capped_as_the_targets(models, case, 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "mistral3"])
 def test_heads_of_models_that_see_are_kept_and_draft(kind, tmp_path):
     """Loaded from disk; the embedding that is the target's is found there too."""
-    try:
+    with skipped_if_unknown():
         target = tiny_seeing_family(kind).to(DEVICE)
-    except (ValueError, AttributeError) as error:
-        pytest.skip(f"this transformers has no such family: {error}")
     alone = 2 + random_prompt(21, vocab=22).to(DEVICE)
     want = generated(target, input_ids=alone, attention_mask=torch.ones_like(alone))
     EaModel(target, tiny_head(target, True)).save_pretrained(tmp_path)
@@ -251,10 +256,8 @@ def test_features_and_last_rows_of_a_prompt_are_the_originals(models):
 
 @torch.no_grad()
 def test_blocks_beside_attention_have_the_bits_of_the_originals_in_bf16():
-    try:
+    with skipped_if_unknown():
         model = tiny_family("gemma4_text").to(torch.bfloat16)
-    except ValueError as error:
-        pytest.skip(f"this transformers has no such family: {error}")
     view, ops, body, tokens = read_causal_lm(model), make_operations(kernels=False), model.model, ROWS[:1].cpu()
     embedded = body.embed_tokens(tokens)
     given = view.layer_inputs.of(ops, tokens, embedded)
@@ -279,10 +282,8 @@ def test_blocks_beside_attention_have_the_bits_of_the_originals_in_bf16():
 @pytest.mark.parametrize(("fields", "message"), [({"sliding_window": 4}, "differ in sliding_window"),
     ({"skip": ["mlp"]}, "differ in parts that are skipped")], ids=str)  # fmt: skip
 def test_fields_that_differ_by_layer_are_refused(fields, message):
-    try:
+    with skipped_if_unknown():
         model = tiny_family("gemma4_text")
-    except ValueError as error:
-        pytest.skip(f"this transformers has no such family: {error}")
     model.config.per_layer_config = {1: {"head_dim": 32, **fields}}
     with pytest.raises(UnsupportedModelError, match=message):
         read_causal_lm(model)
@@ -292,16 +293,14 @@ def test_fields_that_differ_by_layer_are_refused(fields, message):
 @pytest.mark.parametrize("kind", WITH_IMAGES)
 def test_a_model_that_sees_decodes_texts(kind):
     """Prompts with images run the original."""
-    try:
+    with skipped_if_unknown():
         model = tiny_seeing_family(kind).to(DEVICE)
-    except (ValueError, AttributeError) as error:
-        pytest.skip(f"this transformers has no such family: {error}")
     want, logits = generated(model), dict(max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
     wanted = generated(model, **logits).logits
     with optimize_with_triton(model, "suffix")[1] as originals:
         torch.testing.assert_close(generated(model, **logits).logits, wanted, atol=1e-4, rtol=1e-4)
         assert torch.equal(generated(model), want)
-        row = next(row for row in originals.report() if row.path == "generate")
+        row = generate_row(originals)
         assert row.calls == 2 and not row.fallbacks, row
     image = {"pixel_values": torch.zeros(1, 3, 8, 8)}
     if kind.startswith("qwen"):
@@ -368,10 +367,8 @@ def test_latent_attention_is_refused_by_its_name(kind):
     ids=str,
 )
 def test_what_is_refused_of_gemma_4(fields, message):
-    try:
+    with skipped_if_unknown():
         model = tiny_family("gemma4_text", **fields)
-    except ValueError as error:
-        pytest.skip(f"this transformers has no such family: {error}")
     with pytest.raises(UnsupportedModelError, match=message):
         read_causal_lm(model)
 
@@ -421,7 +418,7 @@ def test_longrope_decodes_up_to_its_switch(longrope_model, draft):
     with optimize_with_triton(model, drafts, TritonConfig(**tree))[1] as originals:
         for done, ((call, new), expected) in enumerate(zip(calls, want, strict=True), start=1):
             assert torch.equal(generated(model, **call, max_new_tokens=new), expected)
-            row = next(row for row in originals.report() if row.path == "generate")
+            row = generate_row(originals)
             assert (row.calls, row.fallbacks) == ((done + 1) // 2, done // 2)
             model(torch.cat((NEAR, NEAR), 1))
             assert not torch.allclose(rotary.inv_freq, rotary.original_inv_freq)
@@ -440,7 +437,7 @@ def test_longrope_samples_from_the_originals_logits(longrope_model):
             read_prompts(read_causal_lm(model), NEAR, None, SWITCH - PROMPT + 1)
         for new in (SWITCH - PROMPT, SWITCH - PROMPT + 1):
             model.generate(inputs_embeds=embedded, max_new_tokens=new, do_sample=False)
-        row = next(row for row in originals.report() if row.path == "generate")
+        row = generate_row(originals)
         assert (row.calls, row.fallbacks) == (2, 1)
     want = model(got.sequences[:, :-1]).logits[:, 19:]
     torch.testing.assert_close(torch.stack(got.logits, 1), want, rtol=1e-4, atol=1e-3)

@@ -18,7 +18,8 @@ from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.runtime import float8_expert_weight
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.split_sums import total_of
-from tests.float8_models import note_of, plain_tokens
+from tests.float8_models import check_same_tokens, note_of, plain_tokens, replacing
+from tests.stored_experts import PROMPT, check_groups, check_replaced_is_found, check_tokens, tokens_of
 from tests.tiny_families import tiny_family
 from tests.tiny_hybrids import KINDS, tiny_hybrid
 
@@ -26,7 +27,6 @@ float8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 if not hasattr(getattr(float8, "FP8Experts", None), "_apply_gate"):
     pytest.skip("this transformers has no experts in FP8 that say how they lie", allow_module_level=True)
 
-PROMPT = torch.arange(2, 14)[None]
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe")
 WIDE = {"moe_intermediate_size": 128, "intermediate_size": 128}  # gate and up have blocks of their own
 KEPT = ("lm_head", "shared_expert_gate")  # as published models keep them
@@ -68,19 +68,11 @@ def test_tokens_are_those_of_the_dequantised_model(family: str) -> None:
     """Alone and in trees, with prompts of more rows than one operation takes; the modules cannot run here."""
     model, dequantised = in_float8(plain_model(family))
     mixtures = sum(isinstance(module, float8.FP8Experts) for module in model.modules())
-    prompt = torch.cat([PROMPT] * 7, 1)
-    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    note = f"FP8 projections and {mixtures} mixtures of experts in FP8 are read by their weights"
     with optimize_with_triton(dequantised):
-        expected = dequantised.generate(prompt, max_new_tokens=16, do_sample=False)
+        expected = tokens_of(dequantised)
     for draft in (None, "ngram"):
-        with optimize_with_triton(model, draft) as (optimised, originals):
-            assert torch.equal(optimised.generate(prompt, max_new_tokens=16, do_sample=False), expected)
-            assert f"FP8 projections and {mixtures} mixtures of experts in FP8 are read by their weights" in note_of(
-                originals
-            )
-            assert "called as" not in str(originals)
-            assert any(entry.path == "experts_swiglu" and entry.calls for entry in originals.report())
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == places
+        check_tokens(model, draft, expected, note)
     assert type(mixture_of(model).experts) is float8.FP8Experts
 
 
@@ -88,13 +80,7 @@ def test_rows_run_in_groups_by_the_weights_and_many_by_weights_made_wide() -> No
     """Also a shared expert in FP8."""
     model, dequantised = in_float8(plain_model("qwen3_5_moe"))
     engine = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine
-    found, ops = engine.view.layers[-1].mlp, make_operations()
-    for rows, groups in ((64, 1), (65, 2), (512, 8), (513, 0)):
-        ops.calls.clear()
-        x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(rows))
-        got, expected = total_of(feed_forward(ops, found, x)), mixture_of(dequantised)(x)
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-        assert ops.calls["experts_down"] == ops.calls["route"] == groups
+    check_groups(engine.view.layers[-1].mlp, mixture_of(dequantised))
 
 
 def test_eagle_inference_drafts_with_it_and_nothing_is_copied() -> None:
@@ -124,12 +110,7 @@ def test_in_fp16_trees_give_what_plain_decoding_gives() -> None:
 @pytest.mark.parametrize("part", ["down_proj", "gate_up_proj_scale_inv"])
 def test_replaced_weights_and_scales_are_found(part: str) -> None:
     model, _ = in_float8(plain_model("mixtral"))
-    with optimize_with_triton(model, "ngram"):
-        model.generate(PROMPT, max_new_tokens=2)
-        experts = mixture_of(model, 1).experts
-        setattr(experts, part, nn.Parameter(getattr(experts, part).detach().clone(), requires_grad=False))
-        with pytest.raises(RuntimeError, match=f"layers.1.mlp.experts.{part} was replaced"):
-            model.generate(PROMPT, max_new_tokens=2)
+    check_replaced_is_found(model, 1, part)
 
 
 def test_as_published_calls_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,19 +125,10 @@ def test_as_published_calls_the_modules(monkeypatch: pytest.MonkeyPatch) -> None
     model.config._experts_implementation = "eager"
     expected = plain_tokens(model, PROMPT)
     assert not torch.equal(expected, plain_tokens(dequantised, PROMPT))
-    with optimize_with_triton(model, activations="as published") as (optimised, originals):
-        assert torch.equal(optimised.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
-        note = "4 mixtures of experts with FP8 weights are called as modules, and round their inputs"
-        assert note_of(originals).endswith(note)
-        assert 'and activations="as published" calls them' in note_of(originals, "experts")
-
-
-def _set(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Any], None]:
-    def apply(experts: Any) -> None:
-        changed = change(getattr(experts, name).detach().clone())
-        setattr(experts, name, None if changed is None else nn.Parameter(changed, requires_grad=False))
-
-    return apply
+    originals = check_same_tokens(model, model, PROMPT, activations="as published")
+    note = "4 mixtures of experts with FP8 weights are called as modules, and round their inputs"
+    assert note_of(originals).endswith(note)
+    assert 'and activations="as published" calls them' in note_of(originals, "experts")
 
 
 def _nan(values: Tensor) -> Tensor:
@@ -166,22 +138,22 @@ def _nan(values: Tensor) -> Tensor:
 
 WHERE = r"model\.model\.layers\.1\.mlp\.experts"
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "no scales": (_set("down_proj_scale_inv", lambda _: None), rf"{WHERE}.down_proj_scale_inv is missing"),
+    "no scales": (replacing("down_proj_scale_inv", lambda _: None), rf"{WHERE}.down_proj_scale_inv is missing"),
     "shape": (
-        _set("down_proj_scale_inv", lambda scales: scales[:, :, :0]),
+        replacing("down_proj_scale_inv", lambda scales: scales[:, :, :0]),
         rf"{WHERE}.down_proj: scales must be float32 or bfloat16 \[4, 1, 1\], got .* \[4, 1, 0\]; activations=",
     ),
     "powers of two": (
-        _set("gate_up_proj_scale_inv", lambda scales: scales.half()),
+        replacing("gate_up_proj_scale_inv", lambda scales: scales.half()),
         rf"{WHERE}.gate_up_proj: scales must be float32 or bfloat16 .* got torch.float16",
     ),
     "infinite": (
-        _set("gate_up_proj_scale_inv", lambda s: s.fill_(torch.inf)),
+        replacing("gate_up_proj_scale_inv", lambda s: s.fill_(torch.inf)),
         rf"{WHERE}.gate_up_proj_scale_inv must be",
     ),
-    "nan": (_set("gate_up_proj", _nan), rf"{WHERE}.gate_up_proj must be finite, got NaN"),
+    "nan": (replacing("gate_up_proj", _nan), rf"{WHERE}.gate_up_proj must be finite, got NaN"),
     "e5m2": (
-        _set("down_proj", lambda values: values.float().to(torch.float8_e5m2)),
+        replacing("down_proj", lambda values: values.float().to(torch.float8_e5m2)),
         rf"{WHERE}.down_proj: values must be float8_e4m3fn .* got torch.float8_e5m2",
     ),
     "blocks": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,27 +12,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_with_triton
 from eagle_triton.benchmarks.quantised import experts_in_four_bits, round_target
-from eagle_triton.engine.model.modules import feed_forward
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.models import four_bit_experts, loading
 from eagle_triton.models.four_bit_experts import FourBitExperts
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.mxfp4 import NAMES
 from eagle_triton.runtime.four_bit_weight import packed as as_words
-from eagle_triton.runtime.split_sums import total_of
-from tests.float8_models import note_of, plain_tokens
+from tests.checkpoints import config_of, edited, in_compressed_tensors
+from tests.float8_models import check_same_tokens, note_of, plain_tokens
 from tests.four_bit_models import rounded
+from tests.stored_experts import PROMPT, check_groups, check_replaced_is_found, check_tokens, tokens_of
 from tests.tiny_families import tiny_family, tiny_head
 from tests.tiny_hybrids import KINDS, tiny_hybrid
 
 transformers = pytest.importorskip("transformers", minversion="5.24", reason="this loads words of experts as they are")
 
-PROMPT = torch.arange(2, 14)[None]
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next")
 
 
@@ -62,26 +59,14 @@ def test_tokens_are_those_of_the_dequantised_model(family: str, draft: str | Non
     """Alone or in trees, with prompts of more rows than one operation takes, and after that by the modules."""
     model, dequantised = in_four_bits(plain_model(family))
     mixtures = sum(isinstance(module, FourBitExperts) for module in model.modules())
-    prompt = torch.cat([PROMPT] * 7, 1)
-    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    expected = dequantised.generate(prompt, max_new_tokens=16, do_sample=False)
-    with optimize_with_triton(model, draft) as (optimised, originals):
-        assert torch.equal(optimised.generate(prompt, max_new_tokens=16, do_sample=False), expected)
-        assert note_of(originals, "experts_in_four_bits").startswith(f"{mixtures} mixtures are read in four bits, ")
-        assert "called as" not in str(originals)
-        assert any(entry.path == "experts_swiglu" and entry.calls for entry in originals.report())
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == places
-    assert torch.equal(model.generate(prompt, max_new_tokens=16, do_sample=False), expected)
+    expected = tokens_of(dequantised)
+    check_tokens(model, draft, expected, f"experts_in_four_bits: {mixtures} mixtures are read in four bits, ")
+    assert torch.equal(tokens_of(model), expected)
 
 
 def test_rows_run_in_groups_by_the_weights_and_many_by_the_module() -> None:
     block = in_four_bits(plain_model("qwen3_moe"))[0].model.layers[-1].mlp
-    found, ops = read_experts(block, torch.float32, root="there"), make_operations()
-    for rows, groups in ((1, 1), (64, 1), (65, 2), (512, 8), (513, 0)):
-        ops.calls.clear()
-        x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(rows))
-        torch.testing.assert_close(total_of(feed_forward(ops, found, x)), block(x), rtol=1e-4, atol=1e-5)
-        assert ops.calls["experts_down"] == groups
+    check_groups(read_experts(block, torch.float32, root="there"), block)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
@@ -120,23 +105,16 @@ def test_an_eagle_head_drafts_for_it() -> None:
 
 def test_replaced_words_and_scales_are_found() -> None:
     model, _ = in_four_bits(plain_model("mixtral"))
-    with optimize_with_triton(model, "ngram"):
-        model.generate(PROMPT, max_new_tokens=2)
-        experts = model.model.layers[1].mlp.experts
-        experts.gate_up_proj_scale = nn.Parameter(experts.gate_up_proj_scale * 2, requires_grad=False)
-        with pytest.raises(RuntimeError, match=r"layers.1.mlp.experts.gate_up_proj_scale was replaced"):
-            model.generate(PROMPT, max_new_tokens=2)
+    check_replaced_is_found(model, 1, "gate_up_proj_scale")
 
 
 def test_groups_that_no_kernel_reads_are_called_as_modules() -> None:
     model, dequantised = in_four_bits(plain_model("mixtral"), group=16)
-    expected = plain_tokens(dequantised, PROMPT, 8)
-    with optimize_with_triton(model) as (optimised, originals):
-        assert torch.equal(optimised.generate(PROMPT, max_new_tokens=8, do_sample=False), expected)
-        assert note_of(originals, "experts").endswith(
-            "layers.0.mlp has experts.gate_up_proj that does not fit: a group must be 32 or 64 columns, a multiple of "
-            "128, or all 64, got 4 groups of a row"
-        )
+    originals = check_same_tokens(model, dequantised, PROMPT, 8)
+    assert note_of(originals, "experts").endswith(
+        "layers.0.mlp has experts.gate_up_proj that does not fit: a group must be 32 or 64 columns, a multiple of "
+        "128, or all 64, got 4 groups of a row"
+    )
 
 
 def test_a_model_to_time_is_rounded() -> None:
@@ -214,22 +192,8 @@ def written(
         return exact
     weights = {"num_bits": 4, "type": "int", "symmetric": not zeros, "dynamic": False}
     weights |= {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
-    edited(
-        folder,
-        quantization_config={
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "ignore": ["lm_head", "re:.*mlp.gate$"],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        },
-    )
+    in_compressed_tensors(folder, "pack-quantized", ("lm_head", "re:.*mlp.gate$"), weights=weights)
     return exact
-
-
-def edited(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def experts_of(model: Any) -> list[Any]:
@@ -288,8 +252,7 @@ def test_a_loaded_model_is_saved_as_it_was(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "second")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    saved = json.loads((tmp_path / "second" / "config.json").read_text())
-    assert saved["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert config_of(tmp_path / "second")["quantization_config"]["quant_method"] == "compressed-tensors"
     again = load_target(str(tmp_path / "second"))
     assert torch.equal(plain_tokens(again, PROMPT, 8), plain_tokens(model, PROMPT, 8))
 

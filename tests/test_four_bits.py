@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,8 @@ from eagle_triton.families.reading.four_bits import read_four_bits
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
 from eagle_triton.models.loading import load_target
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
-from tests.float8_models import note_of, plain_tokens, with_fp8
+from tests.checkpoints import in_compressed_tensors
+from tests.float8_models import check_same_tokens, note_of, plain_tokens, with_fp8
 from tests.four_bit_models import (
     LAYOUTS,
     Linear4bit,
@@ -80,12 +80,11 @@ def test_tokens_are_those_of_the_dequantised_model(name: str) -> None:
     model, dequantised = with_fp8(target, LAYOUTS[name])
     with torch.no_grad():  # what rounding the weights has changed is seen
         assert (target(prompt).logits - dequantised(prompt).logits).abs().max() > 0.02
-    expected, before = plain_tokens(dequantised, prompt), addresses(model)
-    with optimize_with_triton(model) as (optimised, originals):
-        assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
-        notes = {entry.path: entry.reason for entry in originals.report()}
-        assert notes["four_bits"].startswith("21 projections of four bits are read by their weights, ")
-        assert "projections" not in notes  # none is called
+    before = addresses(model)
+    originals = check_same_tokens(model, dequantised, prompt)
+    notes = {entry.path: entry.reason for entry in originals.report()}
+    assert notes["four_bits"].startswith("21 projections of four bits are read by their weights, ")
+    assert "projections" not in notes  # none is called
     assert addresses(model) == before and "generate" not in vars(model)
     drafting, alone = with_head(model), with_head(dequantised)
     expected = alone.eagenerate(prompt, max_new_tokens=24)[:, : 9 + 24]  # the last step may go beyond
@@ -101,10 +100,7 @@ def test_a_few_tokens_by_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch)
     target = tiny_target(layers=1).to("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr(quantised, "_has_fast_kernel", lambda weight, dtype: True)
     model, dequantised = with_fp8(target, LAYOUTS[name])
-    prompt = random_prompt(4).to(target.device)
-    expected = plain_tokens(dequantised, prompt, 3)
-    with optimize_with_triton(model, kernels=True, cuda_graph=False):
-        assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
+    check_same_tokens(model, dequantised, random_prompt(4).to(target.device), 3, kernels=True, cuda_graph=False)
 
 
 @pytest.mark.parametrize("layout", [compressed, bitsandbytes])
@@ -112,11 +108,9 @@ def test_a_prompt_of_many_rows_does_not_call_a_shared_expert(layout: Callable) -
     """A layer that is still compressed cannot be called, and bitsandbytes' changes its words on a CPU."""
     model, dequantised = with_fp8(_tiny_mixture(), layout)
     prompt = torch.arange(2, 22).repeat(1, 4)  # more rows than one operation takes
-    expected = plain_tokens(dequantised, prompt, 8)
-    with optimize_with_triton(model) as (optimised, originals):
-        assert torch.equal(optimised.generate(prompt, max_new_tokens=8, do_sample=False), expected)
-        assert note_of(originals, "four_bits").startswith("28 projections of four bits are read by their weights")
-        assert "experts" not in {entry.path for entry in originals.report()}
+    originals = check_same_tokens(model, dequantised, prompt, 8)
+    assert note_of(originals, "four_bits").startswith("28 projections of four bits are read by their weights")
+    assert "experts" not in {entry.path for entry in originals.report()}
 
 
 def test_nothing_is_copied_and_the_report_says_what_is_read() -> None:
@@ -189,11 +183,9 @@ def test_what_was_decompressed_is_called() -> None:
         if hasattr(module, "quantization_status"):
             module.weight, module.quantization_status = plain.weight, "decompressed"
             del module.weight_packed
-    with optimize_with_triton(model) as (optimised, originals):
-        tokens = optimised.generate(random_prompt(9), max_new_tokens=24, do_sample=False)
-        notes = {entry.path: entry.reason for entry in originals.report()}
-        assert "four_bits" not in notes and notes["projections"].startswith("21 are called")
-    assert torch.equal(tokens, plain_tokens(dequantised, random_prompt(9)))
+    originals = check_same_tokens(model, dequantised, random_prompt(9))
+    notes = {entry.path: entry.reason for entry in originals.report()}
+    assert "four_bits" not in notes and notes["projections"].startswith("21 are called")
 
 
 def test_a_draft_of_four_bits_is_read_too() -> None:
@@ -259,18 +251,21 @@ def unread(weight: Tensor, bias: Tensor | None) -> Any:
     return other, stands_for
 
 
-def test_other_layouts_are_refused_and_called_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def callable_machete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MacheteLinear multiplies, by a forward of its package's."""
     monkeypatch.setattr(MacheteLinear, "forward", lambda self, x: self.inner(x))
     MacheteLinear.forward.__module__ = "gptqmodel.nn_modules.qlinear"
+
+
+@pytest.mark.usefixtures("callable_machete")
+def test_other_layouts_are_refused_and_called_as_published() -> None:
     model, dequantised = with_fp8(tiny_target(), unread)
     with pytest.raises(UnsupportedModelError, match=r'a MacheteLinear, whose layout is not read; .*"gptq_marlin"'):
         optimize_with_triton(model)
     assert "generate" not in vars(model)
-    prompt = random_prompt(9)
-    with optimize_with_triton(model, activations="as published") as (optimised, originals):
-        tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
-        assert note_of(originals, "projections").startswith("21 are called as modules")
-    assert torch.equal(tokens, plain_tokens(dequantised, prompt))
+    originals = check_same_tokens(model, dequantised, random_prompt(9), activations="as published")
+    assert note_of(originals, "projections").startswith("21 are called as modules")
 
 
 def test_as_published_cannot_call_what_is_compressed() -> None:
@@ -279,15 +274,11 @@ def test_as_published_cannot_call_what_is_compressed() -> None:
         optimize_with_triton(model, activations="as published")
 
 
-def test_joined_projections_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MacheteLinear, "forward", lambda self, x: self.inner(x))
-    MacheteLinear.forward.__module__ = "gptqmodel.nn_modules.qlinear"
+@pytest.mark.usefixtures("callable_machete")
+def test_joined_projections_are_called() -> None:
     model, dequantised = with_fp8(tiny_family("phi3"), unread, ("qkv_proj", "gate_up_proj"))
-    prompt = torch.arange(2, 11)[None]
-    with optimize_with_triton(model) as (optimised, originals):
-        tokens = optimised.generate(prompt, max_new_tokens=6, do_sample=False)
-        assert " are called as modules" in str(originals)
-    assert torch.equal(tokens, plain_tokens(dequantised, prompt, 6))
+    originals = check_same_tokens(model, dequantised, torch.arange(2, 11)[None], 6)
+    assert " are called as modules" in str(originals)
 
 
 def test_what_has_no_fast_kernel_on_a_gpu_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,10 +301,8 @@ def test_a_forward_of_its_own_is_called() -> None:
     model, dequantised = with_fp8(tiny_target(), by_columns, ("up_proj",))
     for own, plain in zip(model.model.layers, dequantised.model.layers, strict=True):
         own.mlp.up_proj.forward = plain.mlp.up_proj.forward
-    with optimize_with_triton(model) as (optimised, originals):
-        tokens = optimised.generate(random_prompt(9), max_new_tokens=24, do_sample=False)
-        assert any("3 are called" in entry.reason for entry in originals.report())
-    assert torch.equal(tokens, plain_tokens(dequantised, random_prompt(9)))
+    originals = check_same_tokens(model, dequantised, random_prompt(9))
+    assert any("3 are called" in entry.reason for entry in originals.report())
 
 
 # --- refused ---
@@ -437,15 +426,7 @@ def _checkpoint_of_compressed_tensors(folder: Path, model: Any) -> None:
         tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_shape"] = scale, torch.tensor([rows, depth])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     kind = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**kind, "dynamic": False}}},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    in_compressed_tensors(folder, "pack-quantized", weights={**kind, "dynamic": False})
 
 
 def _tiny_mixture() -> Any:

@@ -18,9 +18,11 @@ from eagle_triton.models.four_bit_experts import unpacked
 from eagle_triton.models.gptq import for_gptq, in_rows, is_gptq, scheme_of
 from eagle_triton.models.loading import load_target
 from eagle_triton.runtime.four_bit_weight import packed as as_words
+from tests.checkpoints import edited
 from tests.float8_models import plain_tokens
 from tests.four_bit_models import rounded
-from tests.test_four_bit_experts import PROMPT, edited, experts_of, plain_model, written
+from tests.stored_experts import PROMPT
+from tests.test_four_bit_experts import experts_of, plain_model, written
 from tests.tiny_families import tiny_seeing_family
 
 pytest.importorskip("transformers", minversion="5.24", reason="this loads words of experts as they are")

@@ -26,7 +26,7 @@ from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
 from eagle_triton.models.mtp import MTPHead, load_mtp
-from tests.tiny import random_prompt
+from tests.tiny import generate_row, random_prompt
 from tests.tiny_hybrids import KINDS, QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
 
 pytestmark = pytest.mark.skipif(not KINDS, reason="transformers has no gated delta nets")
@@ -286,7 +286,7 @@ def test_generate_of_a_patched_model_is_its_own(pairs, expected, draft):
     own, prompt = vars(model).get("generate"), PROMPTS[20][None].to(DEVICE)
     with optimize_with_triton(model, head if draft == "mtp" else draft) as (patched, originals):
         out = patched.generate(prompt, max_new_tokens=24, do_sample=False)
-        (row,) = (row for row in originals.report() if row.path == "generate")
+        row = generate_row(originals)
         assert (row.calls, row.fallbacks) == (1, 0)
     assert torch.equal(out[0].cpu(), expected("qwen3_next", 20, 24)) and vars(model).get("generate") is own
 
@@ -305,13 +305,13 @@ def test_generate_gives_rows_takes_embeddings_and_leaves_what_states_cannot_skip
             got = model.generate(**arguments, **rows)
             assert torch.equal(got.sequences[:, -24:], want.sequences[:, -24:])
             torch.testing.assert_close(torch.cat(got.logits), torch.cat(want.logits), atol=1e-3, rtol=1e-3)
-        assert next(row for row in originals.report() if row.path == "generate").fallbacks == 0
+        assert generate_row(originals).fallbacks == 0
         reasons = {"holes": dict(attention_mask=holes), "chunk": dict(prefill_chunk_size=8)}
         if Version(transformers.__version__) < Version("5.24"):
             reasons.pop("chunk")  # which older ones cannot do themselves for this family
         for reason, arguments in reasons.items():
             model.generate(prompt, max_new_tokens=2, **arguments)
-            assert reason in next(row for row in originals.report() if row.path == "generate").reason
+            assert reason in generate_row(originals).reason
 
 
 @pytest.mark.versions

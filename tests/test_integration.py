@@ -1,7 +1,6 @@
 """optimize_eagle_with_triton and restore_eagle on our own EaModel: same output, everything given back, bad input."""
 
 import inspect
-import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ from eagle_triton.families.attention_forward import FORWARDS, transformers_forwa
 from eagle_triton.integration import EagleTritonOptions, TritonOptions
 from eagle_triton.models.target import TargetCache
 from eagle_triton.models.tree import MC_SIM_7B_63
+from tests.checkpoints import edited
 from tests.tiny import FAMILIES, random_prompt, tiny_model
 
 TREES = {
@@ -285,8 +285,7 @@ def test_a_head_is_loaded_by_its_path_as_the_draft_of_a_plain_model(tmp_path):
         optimize_with_triton(base, tmp_path / "target")
     with pytest.raises(ValueError, match=language_model):
         EaModel.from_pretrained(tmp_path / "target", tmp_path / "target")
-    file = tmp_path / "target" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "gptq"}}))
+    edited(tmp_path / "target", quantization_config={"quant_method": "gptq"})
     with pytest.raises(ValueError, match=r"not a head.* draft=eagle_triton.models.loading.load_target\("):
         optimize_with_triton(base, tmp_path / "target")
     with pytest.raises(ValueError, match="draft must be suffix, ngram, mtp, .* got ''"):

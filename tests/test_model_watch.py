@@ -3,6 +3,7 @@
 import copy
 import operator
 import re
+from functools import partial
 
 import accelerate
 import pytest
@@ -122,6 +123,18 @@ def test_the_hooks_with_which_transformers_records_outputs_are_harmless():
         assert torch.equal(m.naivegenerate(prompt, max_new_tokens=8), expected)
 
 
+def check_refused_until_undone(m, change, undo, message):
+    """An optimised model refuses to generate after `change`, and goes on after `undo`."""
+    prompt = random_prompt(9)
+    with optimize_eagle_with_triton(m):
+        expected = m.eagenerate(prompt, max_new_tokens=5)
+        change()
+        with pytest.raises(RuntimeError, match=message):
+            m.eagenerate(prompt, max_new_tokens=5)
+        undo()
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
+
+
 FIELDS = {
     "num_hidden_layers": ("base_model.model.config", 2, r"config\.num_hidden_layers"),
     "negative num_hidden_layers": ("base_model.model.config", -1, r"config\.num_hidden_layers"),
@@ -134,17 +147,11 @@ FIELDS = {
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_that_the_forward_reads_is_refused_before_and_after_optimising(field):
     path, value, named = FIELDS[field]
-    name, m, prompt = field.split()[-1], model(), random_prompt(9)
+    name, m = field.split()[-1], model()
     owner = operator.attrgetter(path)(m)
-    before = getattr(owner, name, None)
-    with optimize_eagle_with_triton(m):
-        expected = m.eagenerate(prompt, max_new_tokens=5)
-        setattr(owner, name, value)
-        with pytest.raises(RuntimeError, match=named):
-            m.eagenerate(prompt, max_new_tokens=5)
-        setattr(owner, name, before)
-        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
-    setattr(owner, name, value)
+    change, undo = (partial(setattr, owner, name, some) for some in (value, getattr(owner, name, None)))
+    check_refused_until_undone(m, change, undo, named)
+    change()
     with pytest.raises(UnsupportedModelError, match=named):
         optimize_eagle_with_triton(m)
     with pytest.raises(UnsupportedModelError, match=named):
@@ -163,29 +170,19 @@ OWN_FIELDS = {  # of modules of SafeAILab's, which have copies of what a configu
 @pytest.mark.parametrize("name", OWN_FIELDS)
 def test_a_field_that_only_some_families_read_is_watched(name):
     path, before, after = OWN_FIELDS[name]
-    m, prompt = model(), random_prompt(9)
+    m = model()
     owner = operator.attrgetter(path)(m)
-    setattr(owner, name, before)
-    with optimize_eagle_with_triton(m):
-        expected = m.eagenerate(prompt, max_new_tokens=5)
-        setattr(owner, name, after)
-        with pytest.raises(RuntimeError, match=rf"{path}\.{name} was changed from"):
-            m.eagenerate(prompt, max_new_tokens=5)
-        setattr(owner, name, before)
-        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
+    change, undo = (partial(setattr, owner, name, value) for value in (after, before))
+    undo()
+    check_refused_until_undone(m, change, undo, rf"{path}\.{name} was changed from")
 
 
 def test_dropout_of_a_model_in_training_mode_is_refused():
-    m, prompt = model(), random_prompt(9)
+    m = model()
     for layer in m.base_model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    with optimize_eagle_with_triton(m):
-        expected = m.eagenerate(prompt, max_new_tokens=5)
-        m.train()
-        with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn is in training mode with attention_dropout"):
-            m.eagenerate(prompt, max_new_tokens=5)
-        m.eval()
-        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
+    message = r"layers\.0\.self_attn is in training mode with attention_dropout"
+    check_refused_until_undone(m, m.train, m.eval, message)
 
 
 def test_layer_types_that_mistral_masks_otherwise_are_refused():

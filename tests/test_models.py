@@ -29,6 +29,7 @@ from eagle_triton.models.loading import load_target, read_target_config
 from eagle_triton.models.target import TargetCache, default_feature_layers, run_target
 from eagle_triton.models.tree import ancestor_mask, fixed_tree, grow_dynamic_tree, retrieve_paths, top_k
 from eagle_triton.models.verify import children_of, generate_warpers, verify_tree
+from tests.checkpoints import config_of, edited
 
 V, H, LAYERS, EOS = 64, 64, 8, 63
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -565,7 +566,7 @@ def test_every_layout_gives_the_same_model(tmp_path, kind, layout, binary):
         if tensor.dim() == 1:
             nn.init.normal_(tensor, 1, 0.3)
     path = write_head(tmp_path, want.ea_layer, "sglang" if layout == "nested" else layout, binary)
-    raw = json.loads((path / "config.json").read_text())
+    raw = config_of(path)
     if layout == "nested":
         raw["eagle_config"] |= {name: raw.pop(name) for name in EAGLE31} | dict(use_last_layernorm=True)
     if kind == "sliding window":  # layer_types of a whole target say of the first layers what the head's do
@@ -590,10 +591,10 @@ def test_every_layout_gives_the_same_model(tmp_path, kind, layout, binary):
 def test_a_field_of_eagle_3_1_and_its_tensors_go_together(checkpoints):
     base, path = checkpoints
     for name, tensor in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight, fc_norm.1.weight")):
-        edit(path, **{**dict(norm_before_fc=False, fc_norm=False), name: True})
+        edited(path, **{**dict(norm_before_fc=False, fc_norm=False), name: True})
         with pytest.raises(ValueError, match=f"lacks {tensor}"):
             EaModel.from_pretrained(str(base), str(path))
-    edit(path, norm_before_fc=False, fc_norm=False)
+    edited(path, norm_before_fc=False, fc_norm=False)
     tensors = load_file(path / "model.safetensors") | {"input_norm.weight": torch.ones(3 * H)}
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ValueError, match="has unexpected input_norm.weight"):
@@ -604,10 +605,10 @@ def test_another_familys_name_beside_llamas_architecture(checkpoints):
     """What trainers leave in a head's config of the target's: SpecForge's for Phi-4."""
     base, path = checkpoints
     for architecture in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel"):
-        edit(path, model_type="gemma3_text", architectures=[architecture])
+        edited(path, model_type="gemma3_text", architectures=[architecture])
         EaModel.from_pretrained(str(base), str(path))
     for architectures in (None, ["Gemma3ForCausalLM"], ["Eagle3Speculator"]):
-        edit(path, architectures=architectures)
+        edited(path, architectures=architectures)
         with pytest.raises(ValueError, match="'gemma3_text' .* norms by 1 . weight"):
             EaModel.from_pretrained(str(base), str(path))
 
@@ -616,7 +617,7 @@ def test_another_familys_name_beside_llamas_architecture(checkpoints):
 def test_a_layer_that_its_weights_tell_apart_is_known_by_them(checkpoints, kind):
     """Whatever config.json says, a head with the weights of Llama's layer loads, and others are named."""
     base, path = checkpoints
-    edit(path, model_type=kind, architectures=["Eagle3Speculator"])
+    edited(path, model_type=kind, architectures=["Eagle3Speculator"])
     EaModel.from_pretrained(str(base), str(path))
     tensors = load_file(path / "model.safetensors")
     packed = torch.cat([tensors.pop(f"midlayer.self_attn.{name}_proj.weight") for name in "qkv"])
@@ -641,8 +642,7 @@ def test_biases_are_those_of_the_weights(tmp_path, eagle3):
     path = write_head(tmp_path, want)
     layer = "midlayer" if eagle3 else "layers.0"
     tensors = {**want.state_dict(), f"{layer}.self_attn.o_proj.bias": torch.zeros(H)}
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "qkv_bias": None, "bias": False, "attention_bias": True}))
+    edited(path, qkv_bias=None, bias=False, attention_bias=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
     got = EaModel.from_pretrained(str(base), str(path), use_eagle3=eagle3).ea_layer
     assert got.config.qkv_bias and got.state_dict().keys() == want.state_dict().keys()
@@ -709,11 +709,6 @@ def test_forward_is_the_targets(eagle3):
 @pytest.fixture
 def checkpoints(tmp_path) -> tuple[Path, Path]:
     return write_target(tmp_path), write_head(tmp_path, model().ea_layer)
-
-
-def edit(path: Path, **changes) -> None:
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("which", ["target", "head"])
@@ -815,7 +810,7 @@ def test_another_head_for_the_target_of_a_saved_pair(tmp_path):
 
 def test_a_target_whose_weights_are_of_other_shapes_is_refused(checkpoints):
     base, path = checkpoints
-    edit(base, intermediate_size=80)
+    edited(base, intermediate_size=80)
     got = r", got \[64, 96\]" if transformers.__version__ >= "5" else ""
     message = rf"target .*: by config.json model.layers.0.mlp.down_proj.weight must be \[64, 80\]{got}$"
     with pytest.raises(ValueError, match=message):
@@ -851,7 +846,7 @@ def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
     """Be it that transformers takes it for a model with other shapes, or knows nothing of its configuration."""
     path = write_head(tmp_path, model(eagle3=eagle3).ea_layer, layout, binary)
     if layout == "safeailab":
-        edit(path, model_type="llama")
+        edited(path, model_type="llama")
     with pytest.raises(ValueError, match="whatever '.*head-.*' is a draft head .it has fc.weight., not a causal "):
         read_target_config(str(path), whose="whatever")
         load_target(str(path), whose="whatever")
@@ -887,7 +882,7 @@ def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
 )
 def test_heads_that_do_not_fit_are_refused_before_the_target_is_read(checkpoints, changes, message, monkeypatch):
     base, path = checkpoints
-    edit(path, **changes)
+    edited(path, **changes)
     monkeypatch.setattr("eagle_triton.models.ea_model.load_target", lambda *a, **k: pytest.fail("target was read"))
     with pytest.raises(ValueError, match=message):
         EaModel.from_pretrained(str(base), str(path))
@@ -895,7 +890,7 @@ def test_heads_that_do_not_fit_are_refused_before_the_target_is_read(checkpoints
 
 def test_fields_that_change_nothing_are_accepted(checkpoints):
     base, path = checkpoints
-    edit(
+    edited(
         path, norm_output=False, fc_norm=None, partial_rotary_factor=1.0, logit_scale=1.0, sliding_window=4096,
         use_sliding_window=False, attention_bias=False, architectures=["LlamaForCausalLMEagle3"], dtype="bfloat16",
         use_cache=True, pretraining_tp=1, model_type="llama", embed_requires_grad=True, anything_else="x",
@@ -906,7 +901,7 @@ def test_fields_that_change_nothing_are_accepted(checkpoints):
 def test_unknown_architectures_are_refused(checkpoints):
     base, path = checkpoints
     for kind in ("gpt2", "no-such-model"):
-        edit(base, model_type=kind)
+        edited(base, model_type=kind)
         with pytest.raises(ValueError, match="llama, mistral, qwen2, qwen3"):
             EaModel.from_pretrained(str(base), str(path))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,6 +25,7 @@ from eagle_triton.models import checkpoint, mtp
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.mtp import MTPHead, has_mtp
 from eagle_triton.runtime.float8_weight import quantised
+from tests.checkpoints import edited
 from tests.float8_models import with_fp8
 from tests.test_causal_lm import causal_lm
 from tests.tiny import random_prompt
@@ -387,8 +387,7 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
 
 def test_a_target_that_lost_layers_is_refused(tmp_path, llama):
     llama.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    edited(tmp_path, num_hidden_layers=1)
     with pytest.raises(ValueError, match="the checkpoint has unexpected model.layers.1"):
         load_target(str(tmp_path))
 

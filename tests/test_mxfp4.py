@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from eagle_triton import EAGLEInference, optimize_with_triton
 from eagle_triton.benchmarks.quantised import round_target
-from eagle_triton.engine.model.modules import feed_forward
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import random_model
-from eagle_triton.runtime.split_sums import total_of
+from tests.checkpoints import edited
+from tests.stored_experts import PROMPT, check_groups, check_replaced_is_found, check_tokens, tokens_of
 from tests.tiny_families import tiny_family
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="experts are not stacked before")
 mxfp4 = pytest.importorskip("eagle_triton.models.mxfp4")
-PROMPT = torch.arange(2, 14)[None]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +38,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edited(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     return folder
-
-
-def edited(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def by_transformers(checkpoint: Path) -> Any:
@@ -73,25 +64,14 @@ def test_experts_stay_as_they_are_stored(checkpoint: Path) -> None:
 
 
 def test_tokens_are_those_of_the_dequantised_model(checkpoint: Path) -> None:
-    model, prompt = load_target(str(checkpoint)), torch.cat([PROMPT] * 7, 1)  # more rows than one operation takes
-    expected = by_transformers(checkpoint).generate(prompt, max_new_tokens=16, do_sample=False)
-    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    with optimize_with_triton(model, "ngram") as (optimised, originals):
-        assert torch.equal(optimised.generate(prompt, max_new_tokens=16, do_sample=False), expected)
-        assert "4 mixtures are read in MXFP4, 0.3 MiB" in str(originals)
-        assert any(entry.path == "experts_swiglu" and entry.calls for entry in originals.report())
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == places
-    assert torch.equal(model.generate(prompt, max_new_tokens=16, do_sample=False), expected)
+    model, expected = load_target(str(checkpoint)), tokens_of(by_transformers(checkpoint))
+    check_tokens(model, "ngram", expected, "4 mixtures are read in MXFP4, 0.3 MiB")
+    assert torch.equal(tokens_of(model), expected)
 
 
 def test_rows_run_in_groups_by_the_weights_and_many_by_the_module(checkpoint: Path) -> None:
     block = load_target(str(checkpoint)).model.layers[0].mlp
-    found, ops = read_experts(block, torch.float32, root="there"), make_operations()
-    for rows, groups in ((64, 1), (65, 2), (512, 8), (513, 0)):
-        ops.calls.clear()
-        x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(rows))
-        torch.testing.assert_close(total_of(feed_forward(ops, found, x)), block(x)[0], rtol=1e-4, atol=1e-5)
-        assert ops.calls["experts_down"] == groups
+    check_groups(read_experts(block, torch.float32, root="there"), lambda x: block(x)[0])
 
 
 def test_eagle_inference_loads_it(checkpoint: Path) -> None:
@@ -121,12 +101,7 @@ def test_tied_embeddings_need_no_vocabulary_projection(checkpoint: Path, tmp_pat
 
 
 def test_replaced_blocks_are_found(checkpoint: Path) -> None:
-    model = load_target(str(checkpoint))
-    with optimize_with_triton(model, "ngram"):
-        model.generate(PROMPT, max_new_tokens=2)
-        experts_of(model).down_proj_scales = nn.Parameter(experts_of(model).down_proj_scales + 1, requires_grad=False)
-        with pytest.raises(RuntimeError, match="layers.0.mlp.experts.down_proj_scales was replaced"):
-            model.generate(PROMPT, max_new_tokens=2)
+    check_replaced_is_found(load_target(str(checkpoint)), 0, "down_proj_scales")
 
 
 def test_the_layout_of_transformers_kernels_is_called(checkpoint: Path) -> None:

@@ -21,18 +21,16 @@ from eagle_triton import (
     PatchError,
     TritonConfig,
     UnsupportedModelError,
-    assembly,
     optimize_eagle_with_triton,
     optimize_with_triton,
     restore,
     restore_eagle,
 )
-from eagle_triton.engine.engine import Engine
 from eagle_triton.families.hf_generate import options as honoured
 from eagle_triton.models.target import cache_argument
 from tests.test_causal_lm import DEVICE, causal_lm
 from tests.test_drafts import RepeatDraft
-from tests.tiny import FAMILIES, random_prompt, tiny_model
+from tests.tiny import FAMILIES, generate_row, random_prompt, tiny_model
 
 pytestmark = pytest.mark.versions
 VOCAB = 16
@@ -65,23 +63,6 @@ def wanted(models):
 @pytest.fixture
 def model(models):
     return models["llama"]
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    """The engines that are made in a test."""
-    made = []
-
-    def make(*arguments, **options) -> Engine:
-        made.append(Engine(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr(assembly, "Engine", make)
-    return made
-
-
-def generate_row(originals):
-    return next(row for row in originals.report() if row.path == "generate")
 
 
 GREEDY = {

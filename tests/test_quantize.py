@@ -23,6 +23,7 @@ from eagle_triton.models import checkpoint
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
+from tests.checkpoints import config_of, edited
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_families import tiny_family
 
@@ -62,7 +63,7 @@ def test_each_file_of_weights_becomes_one_and_the_others_are_copied(demo: Path) 
         with safe_open(demo / file, "pt") as stored:
             assert stored.get_tensor(name).shape == tensors[name].shape
     assert (demo / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    config = json.loads((demo / "config.json").read_text())
+    config = config_of(demo)
     assert config.pop("quantization_config") == {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -70,7 +71,7 @@ def test_each_file_of_weights_becomes_one_and_the_others_are_copied(demo: Path) 
         "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
     }
-    assert config == json.loads((source / "config.json").read_text())
+    assert config == config_of(source)
 
 
 def in_eight_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -144,7 +145,7 @@ def families(to: str) -> list[str]:
 @pytest.mark.parametrize("family", families("fp8"))
 def test_every_dense_family_is_written(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = quantize_checkpoint(saved(tmp_path / "in", "60KB", family), tmp_path / "out")
-    layers = json.loads((written.folder / "config.json").read_text())["num_hidden_layers"]
+    layers = config_of(written.folder)["num_hidden_layers"]
     assert written.projections == layers * 7 and written.bytes_after < written.bytes_before
     assert "[64, 96]: not multiples of 128 by 128" in written.notes[0]
     assert len(list(written.folder.glob("*.safetensors"))) > 2
@@ -210,12 +211,6 @@ def test_what_is_no_directory_and_no_hub_id_is_named(target: str, fetched: list[
 
 
 # --- what is refused ---
-
-
-def edited(folder: Path, **changes: Any) -> Path:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    return folder
 
 
 def test_a_quantised_checkpoint_is_refused(demo: Path, tmp_path: Path) -> None:
@@ -373,7 +368,7 @@ def test_projections_are_written_in_four_bits_and_all_else_keeps_its_bits(demo_i
         error = (dequantised(after, name, torch.float32) - weight).view(rows, -1, 128).abs().amax(-1)
         assert (error <= 0.53 * after[f"{name}_scale"].float()).all(), "not the nearest"
     assert all(torch.equal(after[name], before[name]) for name in set(before) - rounded)
-    config = json.loads((demo_int4.folder / "config.json").read_text())["quantization_config"]
+    config = config_of(demo_int4.folder)["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 128 and config["ignore"] == ["lm_head"]
 
 
@@ -421,7 +416,7 @@ def test_a_mixture_is_written_in_four_bits(tmp_path: Path) -> None:
     assert len(rounded) == written.projections == 4 * 4 + 3 + 3 * 8 * 3  # attention, a dense block, mixtures
     assert {name for name in before if ".experts." in name} < rounded
     assert torch.equal(after["model.layers.0.mlp.gate.weight"], before["model.layers.0.mlp.gate.weight"])
-    assert json.loads((written.folder / "config.json").read_text())["quantization_config"]["ignore"] == [
+    assert config_of(written.folder)["quantization_config"]["ignore"] == [
         "lm_head",
         r"re:.*\.gate$",
     ]

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers.generation import GenerationMixin
 
-from eagle_triton import assembly, optimize_with_triton
-from eagle_triton.engine.engine import Engine
+from eagle_triton import optimize_with_triton
 from eagle_triton.engine.prefill import Prefill
 from eagle_triton.families.hf_generate import read_ahead
 from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
@@ -28,20 +27,15 @@ def prompt(seed: int, length: int = 70, rows: int = 1) -> torch.Tensor:
 class Watched:
     """A tiny model that is optimised, and what its last call did, in order: "prepare" and "read"."""
 
-    def __init__(self, monkeypatch, draft=None, **options):
-        self.engines, self.events = [], []
+    def __init__(self, monkeypatch, engines, draft=None, **options):
+        self.engines, self.events = engines, []
         self.model = causal_lm(vocab=VOCAB, layers=2)
         read, prepare = Prefill.read, GenerationMixin._prepare_generation_config
-
-        def make(*arguments, **more):
-            self.engines.append(Engine(*arguments, **more))
-            return self.engines[-1]
 
         def noted(name, method):
             return lambda *arguments, **more: self.events.append(name) or method(*arguments, **more)
 
         monkeypatch.setattr(read_ahead, "DEVICES", ("cuda", "cpu"))
-        monkeypatch.setattr(assembly, "Engine", make)
         monkeypatch.setattr(Prefill, "read", noted("read", read))
         monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", noted("prepare", prepare))
         self.originals = optimize_with_triton(self.model, draft, **options).originals
@@ -64,8 +58,8 @@ class Watched:
 
 
 @pytest.fixture(params=[None, "suffix"], ids=["plain", "drafted"])
-def watched(request, monkeypatch):
-    return Watched(monkeypatch, request.param)
+def watched(request, monkeypatch, engines):
+    return Watched(monkeypatch, engines, request.param)
 
 
 def test_the_third_of_equal_calls_is_read_before_it_is_prepared(watched):

@@ -1,7 +1,6 @@
 """The stages of tools/train_demo.py that train the mixture of experts, at toy sizes."""
 
 import dataclasses
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_triton.demo import demo_directory, demo_prompts
+from tests.checkpoints import config_of
 from tools.demo import mixture
 from tools.demo.recipe import Recipe
 from tools.demo.training import Run, Teacher, train_head, train_target
@@ -42,7 +42,7 @@ def trained(directory, **changes) -> Run:
 
 def test_a_mixture_and_its_head_are_trained_and_evaluated(tmp_path):
     run = trained(tmp_path)
-    config = json.loads((run.target_directory / "config.json").read_text())
+    config = config_of(run.target_directory)
     assert config["num_experts"] == 8 and "output_router_logits" not in config
     corpus = {32: STREAM[:256].view(8, 32)}
     reached = train_head("eagle3", run, Teacher(run), corpus, corpus)

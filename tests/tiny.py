@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
 
@@ -72,6 +74,11 @@ def tiny_model(
 def random_prompt(length: int, vocab: int = 32, seed: int = 0) -> torch.Tensor:
     """Token ids [1, length]."""
     return torch.randint(vocab, (1, length), generator=torch.Generator().manual_seed(1000 * length + seed))
+
+
+def generate_row(originals: Any) -> Any:
+    """The row of `model.generate` in the report of an optimised model."""
+    return next(row for row in originals.report() if row.path == "generate")
 
 
 def target_cache(sequences: Sequences) -> torch.Tensor:

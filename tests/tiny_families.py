@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -120,6 +123,15 @@ def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     randomise(model, seed)
     return model
+
+
+@contextlib.contextmanager
+def skipped_if_unknown() -> Iterator[None]:
+    """Skip the test where transformers has no family of the model that is made here."""
+    try:
+        yield
+    except (ValueError, AttributeError) as error:
+        pytest.skip(f"this transformers has no such family: {error}")
 
 
 def tiny_head(target: Any, eagle3: bool) -> DraftHead:

@@ -20,7 +20,7 @@ from eagle_triton.export.contents import ExportError, Target, settled_scaling
 from eagle_triton.export.launch_plan import LaunchPlan
 from eagle_triton.export.source import find_source
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
-from eagle_triton.models.block_loading import is_block_drafter, load_block_drafter
+from eagle_triton.models.block_loading import check_fits, is_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
 from eagle_triton.models.loading import read_target_config
 from eagle_triton.models.mtp import tensor_names
@@ -75,15 +75,7 @@ def read_block(head: Any, target: Any) -> BlockContents:
     config = text_config(read_target_config(source.path, True) if source.model is None else source.model.config)
     found = source.head
     drafter = found if isinstance(found, BlockDrafter) else load_block_drafter(path_of(str(found)), config)
-    for name in ("hidden_size", "vocab_size"):
-        mine, theirs = getattr(drafter.config, name), getattr(config, name)
-        if mine != theirs:
-            raise ValueError(f"block drafter and target do not fit: {name} is {mine}, but {theirs} in the target")
-    layers, count = list(drafter.config.feature_layers), config.num_hidden_layers
-    if max(layers) >= count:
-        raise ValueError(
-            f"block drafter and target do not fit: it reads the inputs of layers {layers}, the target has {count}"
-        )
+    check_fits(drafter.config, config)
     settled = replace(drafter.config, rope_scaling=settled_scaling(drafter.config))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     return BlockContents(settled, tensors, Target(source.path_for_commands, config))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
-from eagle_triton.engine.model.gated_delta import GatedDelta
 from eagle_triton.engine.model.mixers import Attention, Mixer
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
-from eagle_triton.engine.model.modules import MLP, Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
+from eagle_triton.engine.model.modules import Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import RoutedExperts, own_experts, read_experts
@@ -38,7 +37,6 @@ from eagle_triton.models.families import (
     text_config,
     unknown_family,
 )
-from eagle_triton.operands.linear import Weight
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
 
@@ -90,12 +88,15 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
             f"{where}.embed_tokens must scale its output, as in transformers 5, got {body.embed_tokens}",
             "families",
         )
-    layers = tuple(map(_LayerReader(inner, family, config).layer, range(len(body.layers))))
+    embedding = inner.target_embedding("embed_tokens")
+    check_dtype(embedding.dtype, f"{where}.embed_tokens.weight")
+    read, inner = (replace(reader, dtype=embedding.dtype) for reader in (read, inner))
+    layers = tuple(map(_LayerReader(inner, embedding.dtype, family, config).layer, range(len(body.layers))))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
-        embedding=inner.target_embedding("embed_tokens"),
+        embedding=embedding,
         layers=layers,
         norm=inner.norm("norm"),
         head=replace(
@@ -113,7 +114,6 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     )
     if view.ranks is not None:
         _check_shared_experts(view, where)
-    _check_dtypes(view, root, path)
     return view
 
 
@@ -272,10 +272,9 @@ def _check_shared_experts(view: ModelView, where: str) -> None:
 class _LayerReader:
     """Reads the layers of one model."""
 
-    def __init__(self, body: ModuleReader, family: Family, config: Any):
-        """body: the module with the layers."""
-        self._body, self._family, self._config = body, family, config
-        self._dtype = body.value("embed_tokens.weight", torch.Tensor).dtype
+    def __init__(self, body: ModuleReader, dtype: torch.dtype, family: Family, config: Any):
+        """body: the module with the layers. dtype: the model's."""
+        self._body, self._dtype, self._family, self._config = body, dtype, family, config
         self._rotary = body.at("rotary_emb")
         self._local_rotary = getattr(body.module, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
         self._rotaries: dict[str | None, Rotary] = {}
@@ -411,47 +410,3 @@ class _LayerReader:
         rope = self._config.rope_parameters
         beta = rope.get("llama_4_scaling_beta")
         return None if not beta else (float(beta), int(rope["original_max_position_embeddings"]))
-
-
-def _check_dtypes(view: ModelView, root: str, body: str) -> None:
-    """Raise UnsupportedModelError for a plain weight in another dtype than the embedding's. FP8 projections are still
-    modules here, see families/reading/quantised.py."""
-    check_dtype(view.dtype, f"{root}.{body}.embed_tokens.weight")
-    for path, tensor in _plain_weights(view, body):
-        if isinstance(tensor, torch.Tensor) and tensor.dtype != view.dtype:
-            raise UnsupportedModelError(
-                f"{root}.{path} must be {view.dtype}, the embedding's dtype, or a module of another class, "
-                f"got {tensor.dtype}",
-                "weights",
-            )
-
-
-def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, Weight | None]]:
-    """Dotted paths and tensors of norms, and of projections that are plain matrices."""
-    yield f"{body}.norm", view.norm.weight
-    yield "lm_head", view.head.weight
-    if view.layer_inputs is not None:
-        yield f"{body}.embed_tokens_per_layer", view.layer_inputs.table
-        yield f"{body}.per_layer_model_projection", view.layer_inputs.projection.weight
-        yield f"{body}.per_layer_projection_norm", view.layer_inputs.norm.weight
-    for index, layer in enumerate(view.layers):
-        path, mixer, mlp = f"{body}.layers.{index}", layer.mixer, layer.mlp
-        for norm in layer.norms:
-            yield f"a norm of {path}", norm.weight
-        if layer.input_block is not None:
-            yield f"{path}.per_layer_input_gate", layer.input_block.gate.weight
-            yield f"{path}.per_layer_projection", layer.input_block.projection.weight
-        if isinstance(mixer, Attention):
-            for name in ("q", "k", "v", "o"):
-                projection = getattr(mixer, name)
-                if projection is not None:
-                    yield f"{path}.self_attn.{name}_proj.weight", projection.weight
-                    yield f"{path}.self_attn.{name}_proj.bias", projection.bias
-        elif isinstance(mixer, GatedDelta):  # A_log and dt_bias may be wider
-            for index, projection in enumerate((*mixer.inputs, mixer.o)):
-                yield f"{path}.linear_attn's projection {index}", projection.weight
-            yield f"{path}.linear_attn.conv1d.weight", mixer.conv
-            yield f"{path}.linear_attn.norm.weight", mixer.norm.weight
-        if isinstance(mlp, MLP):
-            for name in ("gate", "up", "down"):
-                yield f"{path}.mlp.{name}_proj", getattr(mlp, name).weight

@@ -52,6 +52,7 @@ def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafte
         )
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(UNUSED)}
     config = read_block_config(raw, tensors, target_config)
+    check_fits(config, target_config)
     with torch.device("meta"):
         drafter = BlockDrafter(config)
     if drafter.d2t is None:
@@ -111,7 +112,7 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     missing = sorted(name for name in (*needed, "block_size", "mask_token_id") if config.get(name) is None)
     if missing or layers is None:
         raise ValueError(f"{WHAT}: config.json lacks {', '.join(sorted([*missing, *([] if layers else [named])]))}")
-    _check_target(config, layers, target_config)
+    _check_training(config, target_config)
     theta, scaling = rope_of(config)
     if rope_type(scaling) not in ROPE_TYPES:
         raise ValueError(f"{WHAT}: rope_scaling must be one of {ROPE_TYPES}, got {scaling}")
@@ -182,12 +183,20 @@ def _check_fields(config: Mapping[str, Any]) -> None:
     check_head_fields({name: value for name, value in config.items() if name not in READ})
 
 
-def _check_target(config: Mapping[str, Any], layers: list[int], target: Any) -> None:
+def check_fits(config: BlockDrafterConfig, target: Any) -> None:
+    """Raise ValueError unless a block drafter fits a target with this configuration, by its sizes and layers."""
     for name in ("hidden_size", "vocab_size"):
-        if config[name] != getattr(target, name):
-            raise ValueError(
-                f"{WHAT} and target do not fit: {name} is {config[name]}, but {getattr(target, name)} in the target"
-            )
+        if (mine := getattr(config, name)) != (theirs := getattr(target, name)):
+            raise ValueError(f"{WHAT} and target do not fit: {name} is {mine}, but {theirs} in the target")
+    layers, count = list(config.feature_layers), target.num_hidden_layers
+    if any(not 0 <= layer < count for layer in layers):
+        raise ValueError(
+            f"{WHAT} and target do not fit: it reads the inputs of layers {layers}, the target has {count} layers"
+        )
+
+
+def _check_training(config: Mapping[str, Any], target: Any) -> None:
+    """Raise ValueError for a checkpoint that says that it was trained for another target."""
     if config.get("target_hidden_size") not in (None, target.hidden_size):
         raise ValueError(
             f"{WHAT} and target do not fit: target_hidden_size is {config['target_hidden_size']}, the target's hidden "
@@ -198,10 +207,6 @@ def _check_target(config: Mapping[str, Any], layers: list[int], target: Any) -> 
         raise ValueError(
             f"{WHAT} and target do not fit: it was trained for {config['num_target_layers']} layers, the target has "
             f"{count}"
-        )
-    if any(not 0 <= layer < count for layer in layers):
-        raise ValueError(
-            f"{WHAT} and target do not fit: it reads the inputs of layers {layers}, the target has {count} layers"
         )
 
 

@@ -262,13 +262,12 @@ def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_packed(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Like _read_target, for a checkpoint of compressed-tensors with packed integers, or by GPTQ or AWQ."""
-    hub, kept = _hub_options(options), ("dtype", "torch_dtype")
-    others = {name: value for name, value in options.items() if name not in hub and name not in kept}
+    hub = _hub_options(options)
+    others = {name: value for name, value in options.items() if name not in hub and name != "dtype"}
     config, others = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **hub, **others)
-    given = {name: options[name] for name in kept if name in options}
     config = for_packed(config) if is_packed(config) else for_gptq(config)
     try:
-        return _read_target(path, {**hub, **given, **others, "config": config})
+        return _read_target(path, {**hub, "dtype": options["dtype"], **others, "config": config})
     except UnreadableError as error:
         raise ValueError(str(error)) from error
 
@@ -276,7 +275,7 @@ def _read_packed(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
 def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Like _read_target, for a gpt-oss in MXFP4. Raises ValueError for options that only transformers takes."""
     hub = _hub_options(options)
-    if others := sorted(options.keys() - hub.keys() - {"dtype", "torch_dtype", "device_map"}):
+    if others := sorted(options.keys() - hub.keys() - {"dtype", "device_map"}):
         raise ValueError(
             f"{', '.join(others)}: not supported with a gpt-oss in MXFP4, because its experts are read as stored; "
             "quantization_config=Mxfp4Config(dequantize=True) lets transformers load it in 16 bits"
@@ -286,7 +285,7 @@ def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, A
     if not folder.is_dir():
         known = {name: value for name, value in hub.items() if name in (*HUB, "revision")}
         folder = fetch_from_hub("target", path, ["*.json", "model*.safetensors"], known)
-    dtype = options.get("dtype", options.get("torch_dtype"))
+    dtype = options["dtype"]
     if isinstance(dtype, str):
         wanted, dtype = dtype, config.dtype if dtype == "auto" else getattr(torch, dtype, None)
         if wanted != "auto" and not isinstance(dtype, torch.dtype):

@@ -62,7 +62,7 @@ def _read_conv(read: ModuleReader, channels: int) -> torch.Tensor:
     """The taps [C, W] of a causal depthwise convolution, with SiLU after it."""
     net, where = read.module, read.path
     taps = read.at("conv1d", nn.Conv1d)
-    conv, weight = taps.module, taps.tensor("weight")
+    conv, weight = taps.module, taps.weight()
     expected = (channels, 1, weight.shape[-1])
     if tuple(weight.shape) != expected or conv.bias is not None or conv.stride != (1,) or conv.dilation != (1,):
         raise UnsupportedModelError(
@@ -87,7 +87,7 @@ def _read_gate(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
 @torch.no_grad()
 def _read_gated_norm(read: ModuleReader, size: int) -> Norm:
     """An RMSNorm with its output multiplied by the SiLU of a gate; a row tests it."""
-    layer, where, weight = read.module, read.path, read.tensor("weight")
+    layer, where, weight = read.module, read.path, read.weight()
     eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(layer, name, None), float)), None)
     if eps is not None and tuple(weight.shape) == (size,):
         row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]

@@ -107,7 +107,7 @@ def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: tor
 @dataclass(frozen=True)
 class ModuleReader:
     """Reads a module of a model. path: its dotted path, for messages. styles: how modules of the model are shared by
-    ranks.
+    ranks. dtype: the embedding's, which the weights of norms and plain projections must have; None leaves it unchecked.
 
     Structure is checked as it is read. A missing or unexpected part raises UnsupportedModelError with its path.
     """
@@ -115,6 +115,7 @@ class ModuleReader:
     module: Any
     path: str = "model"
     styles: Styles = field(default_factory=dict)
+    dtype: torch.dtype | None = None
 
     def value(self, path: str, kind: type | tuple[type, ...] = object) -> Any:
         """The attribute at a dotted path below the module, of this kind."""
@@ -143,15 +144,29 @@ class ModuleReader:
             )
         return tensor
 
+    def weight(self, name: str = "weight") -> torch.Tensor:
+        """A parameter as by `tensor`, of the model's dtype."""
+        tensor = self.tensor(name)
+        self._check_dtype(tensor, name)
+        return tensor
+
+    def _check_dtype(self, tensor: Any, path: str) -> None:
+        if self.dtype is not None and isinstance(tensor, torch.Tensor) and tensor.dtype != self.dtype:
+            raise UnsupportedModelError(
+                f"{self.path}.{path} must be {self.dtype}, the embedding's dtype, or a module of another class, "
+                f"got {tensor.dtype}",
+                "weights",
+            )
+
     def embedding(self, path: str) -> torch.Tensor:
         """The table [V, H] of a plain nn.Embedding."""
-        return self._embedding(path).tensor("weight")
+        return self._embedding(path).weight()
 
     def target_embedding(self, path: str) -> torch.Tensor | SharedEmbedding:
         """The table [V, H] of a target's embedding, or this rank's part of it."""
         embedding = self._embedding(path, scaled=True)
         table = embedding.module
-        return read_sharded_embedding(table) if is_sharded_tensor(table.weight) else embedding.tensor("weight")
+        return read_sharded_embedding(table) if is_sharded_tensor(table.weight) else embedding.weight()
 
     def _embedding(self, path: str, scaled: bool = False) -> ModuleReader:
         """scaled: allow Gemma's kind, which scales its output; see read_embedding_scale."""
@@ -172,7 +187,7 @@ class ModuleReader:
         if like is not None and getattr(layer, "weight", None) is None:
             weight = torch.ones_like(like, requires_grad=False)
         else:
-            weight = found.tensor("weight")
+            weight = found.weight()
         if not weight.is_contiguous():
             raise UnsupportedModelError(
                 f"{where}.weight must be contiguous, got stride {weight.stride()}", "layer-types"
@@ -191,16 +206,20 @@ class ModuleReader:
         """
         layer = self.value(path, nn.Module)
         if layer in self.styles:
-            return read_sharded_projection(layer, self.styles[layer])
-        if is_plain_linear(layer):
+            projection = read_sharded_projection(layer, self.styles[layer])
+        elif is_plain_linear(layer):
             if layer.weight.dtype in FLOAT8:
                 raise UnsupportedModelError(
                     f"{self.path}.{path}.weight is {layer.weight.dtype} in a plain nn.Linear, which has no scale: "
                     "its numbers mean nothing without one",
                     "quantisation",
                 )
-            return Projection(layer.weight, layer.bias)
-        return Projection(module=layer)
+            projection = Projection(layer.weight, layer.bias)
+        else:
+            return Projection(module=layer)
+        self._check_dtype(projection.weight, f"{path}.weight")
+        self._check_dtype(projection.bias, f"{path}.bias")
+        return projection
 
     def activation(self, path: str) -> str:
         """The name in ACTIVATIONS of the activation at a dotted path."""
