@@ -14,7 +14,7 @@ from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory import pages as pages_module
 from eagle_triton.engine.memory.mapped_memory import MappedMemory, can_map
-from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PagePool, PrefixKeys, SlotPages
+from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PagePool, SlotPages, prefix_keys
 from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.prompt_queue import PromptQueue
@@ -43,7 +43,7 @@ class Model:
     def enter(self, slot: int, tokens: torch.Tensor, rows: int) -> None:
         needed = -(-rows // PAGE_ROWS)
         held = {page for other in range(8) for page in self.pages.of(other)}
-        beginning = PrefixKeys.of(tokens)
+        beginning = prefix_keys(tokens)
         try:
             found = self.pages.take({slot: rows}, {slot: beginning})[slot]
         except CacheFullError:
@@ -59,7 +59,7 @@ class Model:
         for page in mine[found:]:
             self.content.pop(page, None)
         self.pages.write([slot])
-        self.queue.add({slot: tokens}, {slot: mine[: len(beginning.keys)]})
+        self.queue.add({slot: tokens}, {slot: mine[: len(beginning)]})
         self.requests[slot] = tokens
 
     def read(self) -> None:
@@ -85,7 +85,7 @@ class Model:
             tokens = tokens[:rows]
             for index in range((len(self.requests[slot]) - 1) // PAGE_ROWS, (len(tokens) - 1) // PAGE_ROWS):
                 self.content[self.pages.of(slot)[index]] = tuple(tokens[: (index + 1) * PAGE_ROWS + 1].tolist())
-            self.pages.keep(slot, PrefixKeys.of(tokens))
+            self.pages.keep(slot, prefix_keys(tokens))
         self.pages.give(slot, forget=forget)
         del self.requests[slot]
 
@@ -132,20 +132,20 @@ def test_no_page_is_lost_or_shared_by_mistake(limit):
 def test_what_was_used_last_is_kept_longest_and_a_beginning_longer_than_its_end():
     pool = PagePool(6)
     pages = SlotPages(pool, 3, 640, torch.device("cpu"))
-    old, new = (PrefixKeys.of(torch.randint(100, (193,))) for _ in range(2))
+    old, new = (prefix_keys(torch.randint(100, (193,))) for _ in range(2))
     for slot, beginning in enumerate((old, new)):
         pages.take({slot: 192}, {slot: beginning})
         pool.unread.clear()
         pages.give(slot)
     assert pool.kept == 6
     pages.take({0: 2 * PAGE_ROWS}, {})
-    assert [pool.find(key) is not None for key in (*old.keys, *new.keys)] == [True, False, False, True, True, True]
+    assert [pool.find(key) is not None for key in (*old, *new)] == [True, False, False, True, True, True]
 
 
 def test_a_page_that_was_not_read_to_the_end_is_not_found():
     pool = PagePool(limit=20)
     pages = SlotPages(pool, 2, 640, torch.device("cpu"))
-    beginning = PrefixKeys.of(torch.arange(200))
+    beginning = prefix_keys(torch.arange(200))
     assert pages.take({0: 200}, {0: beginning}) == {0: 0}
     assert pages.take({1: 200}, {1: beginning}) == {1: 3}  # that are being read
     pages.give(0)
@@ -156,7 +156,7 @@ def test_a_page_that_was_not_read_to_the_end_is_not_found():
 def test_slots_that_are_given_together_leave_the_others_their_pages():
     pool = PagePool(limit=20)
     pages = SlotPages(pool, 6, 640, torch.device("cpu"))
-    shared = PrefixKeys.of(torch.arange(200))
+    shared = prefix_keys(torch.arange(200))
     pages.take(dict.fromkeys((0, 1, 2, 4, 5), 200), dict.fromkeys((0, 1, 2), shared))
     pages.write([0, 1, 2, 4, 5])
     kept = [*pages.of(1)]
@@ -168,16 +168,16 @@ def test_slots_that_are_given_together_leave_the_others_their_pages():
 
 def test_a_page_is_found_by_all_tokens_up_to_the_one_behind_it():
     tokens = torch.arange(200)
-    keys = PrefixKeys.of(tokens).keys
-    assert len(keys) == 3 and len(PrefixKeys.of(tokens[:193]).keys) == 3 and len(PrefixKeys.of(tokens[:192]).keys) == 2
+    keys = prefix_keys(tokens)
+    assert len(keys) == 3 and len(prefix_keys(tokens[:193])) == 3 and len(prefix_keys(tokens[:192])) == 2
     for changed, same in ((0, 0), (63, 0), (64, 0), (65, 1), (128, 1), (192, 2), (193, 3)):
         other = tokens.clone()
         other[changed] = 999
-        assert [key == old for key, old in zip(PrefixKeys.of(other).keys, keys, strict=True)] == [
+        assert [key == old for key, old in zip(prefix_keys(other), keys, strict=True)] == [
             index < same for index in range(3)
         ]
-    assert PrefixKeys.of(tokens, b"other").keys[0] != keys[0]
-    assert PrefixKeys.of(tokens, known=keys[:1]).keys == keys
+    assert prefix_keys(tokens, b"other")[0] != keys[0]
+    assert prefix_keys(tokens, known=keys[:1]) == keys
 
 
 # ------------------------------------------------------------------------------------------------- in a batch
@@ -287,7 +287,7 @@ def test_weights_that_change_in_place_make_pages_old(enter):
 def test_what_was_read_before_a_change_is_not_kept_after_it():
     pool = PagePool()
     pages = SlotPages(pool, 2, 640, torch.device("cpu"))
-    beginning = PrefixKeys.of(torch.arange(300))
+    beginning = prefix_keys(torch.arange(300))
     pages.take({0: 300}, {0: beginning})
     pool.unread.clear()
     pool.forget()  # as when weights change, while the request runs
