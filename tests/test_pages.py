@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.families import own_ea_model as native
-from tests.test_batch import LARGER, SMALL, alone, drain, prompt
+from tests.failing import failing
+from tests.test_batch import SMALL, WARM, alone, drain, prompt
 from tests.test_engine import engine_for
 from tests.test_prefill import PACKED, packing, steps_of
+from tests.test_speculative_session import finish
 from tests.tiny import tiny_model
 
 
@@ -182,8 +185,6 @@ def test_a_page_is_found_by_all_tokens_up_to_the_one_behind_it():
 
 # ------------------------------------------------------------------------------------------------- in a batch
 
-WARM = {"eagle3": False, "layers": 2, "vocab": 12, "seed": 2, **LARGER}
-
 
 def continuations(count: int, beginning: int = 200) -> list[Request]:
     first = prompt(beginning, 7, vocab=12)
@@ -304,14 +305,7 @@ def test_pages_that_an_interrupt_has_left_are_reclaimed(monkeypatch):
     pool = PagePool()
     pages = SlotPages(pool, 1, 640, torch.device("cpu"))
     pages.take({0: 300}, {})
-    give, calls = pool.give, itertools.count()
-
-    def interrupted(numbers, forget=False):
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return give(numbers, forget)
-
-    monkeypatch.setattr(pool, "give", interrupted)
+    monkeypatch.setattr(pool, "give", failing(pool.give, KeyboardInterrupt, 3))
     with pytest.raises(KeyboardInterrupt):
         pages.give(0)
     pages.clear()
@@ -365,7 +359,7 @@ def test_a_batch_that_failed_leaves_no_page_held(monkeypatch):
         batch.admit(request)
         batch.step()  # the first token
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(batch.in_flight, "send", lambda report: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(batch.in_flight, "send", Mock(side_effect=KeyboardInterrupt))
             for _ in range(2):  # on a GPU one is on its way
                 batch.step()
         with pytest.raises(RuntimeError, match="make a new batch"):
@@ -386,21 +380,18 @@ def test_requests_wait_for_room_and_those_that_never_fit_fail_alone():
     free = EAGLEInference(None, model, EAGLEConfig(**config))
     expected = [free.generate([tokens], new, return_stats=False)[0] for tokens, new in requests]
     eagle = EAGLEInference(None, model, EAGLEConfig(cache_tokens=8 * PAGE_ROWS, slots=4, **config))
-    most, first_to_end = 0, None
+    most, pieces = 0, []
     with eagle.session(1000) as session:
         for tokens, new in requests:
             session.submit(tokens, new)
-        completions = {}
         while not session.idle:
-            for piece in session.step():
-                if piece.completion is not None:
-                    completions[piece.index] = piece.completion
-                    first_to_end = piece.index if first_to_end is None else first_to_end
+            pieces += session.step()
             most = max(most, eagle.engine.pool.held)
+        completions = finish(session, pieces)
     for index in range(1, 4):
         assert torch.equal(completions[index].output_ids, expected[index].flatten())
     assert completions[0].finished == "error" and "cache_tokens: a prompt of 700 tokens" in completions[0].error
-    assert first_to_end == 0, "what never fits holds up nobody"
+    assert next(iter(completions)) == 0, "what never fits holds up nobody"
     assert 0 < most <= eagle.engine.pool.pages == 8 and not eagle.engine.pool.held
 
 
@@ -429,29 +420,29 @@ def test_requests_of_all_lengths_through_a_small_cache_give_what_each_gives_alon
     assert full > 10, "nobody has waited for room"
 
 
-def test_requests_for_which_there_is_no_memory_fail_alone(monkeypatch):
-    """Without a size of its own the cache is as large as memory is: several that are too large, one after another."""
+def limit_memory(monkeypatch, most: int) -> None:
+    """Let there be memory for so many pages."""
     resized = pages_module.PageMemory.resized
 
     def short(memory, pages, known):
-        if pages > 16:
+        if pages > most:
             raise torch.OutOfMemoryError("none left")
         return resized(memory, pages, known)
 
     monkeypatch.setattr(pages_module.PageMemory, "resized", short)
+
+
+def test_requests_for_which_there_is_no_memory_fail_alone(monkeypatch):
+    """Without a size of its own the cache is as large as memory is: several that are too large, one after another."""
+    limit_memory(monkeypatch, 16)
     model = tiny_model(**WARM)
     eagle = EAGLEInference(None, model, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=8, slots=2))
-    lengths, completions = (1500, 1600, 40, 1700, 50), {}
     with eagle.session(2000) as session:
-        for length in lengths:
+        for length in (1500, 1600, 40, 1700, 50):
             session.submit(prompt(length, length, vocab=12), 20)
-        for _ in range(200):
-            for piece in session.step():
-                if piece.completion is not None:
-                    completions[piece.index] = piece.completion
-            if session.idle:
-                break
+        pieces = [piece for _ in range(200) for piece in session.step()]
         assert session.idle, "it waits for room that never comes"
+        completions = finish(session, pieces)
     assert [completions[index].finished for index in range(5)] == ["error", "error", "length", "error", "length"]
     assert all("no memory for" in completions[index].error for index in (0, 1, 3))
 

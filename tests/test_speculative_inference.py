@@ -17,6 +17,7 @@ from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.inference.costs import CostTable
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.models.target import cache_argument
+from tests.test_speculative_session import finish
 from tests.tiny import random_prompt, tiny_model
 
 FIXED = EAGLEConfig(fallback=False)
@@ -422,10 +423,7 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
     for (prompt, _), distribution in zip(kinds, distributions, strict=True):
         with eagle.session(rows=60, slots=1) as session:
             session.submit(prompt, 14, distribution, stop_token_ids=())
-            pieces = []
-            while not session.idle:
-                pieces += session.step()
-            alone.append(pieces[-1].completion.tokens)
+            alone.append(finish(session)[0].tokens)
     wanted, got, memory = {}, {}, []
     with eagle.session(rows=60, slots=16) as session:
         while len(got) < 100:
