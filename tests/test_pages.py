@@ -395,31 +395,6 @@ def test_requests_wait_for_room_and_those_that_never_fit_fail_alone():
     assert 0 < most <= eagle.engine.pool.pages == 8 and not eagle.engine.pool.held
 
 
-def test_requests_of_all_lengths_through_a_small_cache_give_what_each_gives_alone():
-    engine, plain = packing(**WARM)
-    engine.cache_tokens = 16 * PAGE_ROWS
-    engine.clear()
-    source = random.Random(3)
-    requests = [
-        Request(
-            prompt(source.randint(1, 500), index, vocab=12), source.randint(1, 40), SamplingParams(index % 2, seed=3)
-        )
-        for index in range(10)
-    ]
-    expected = [alone(plain, request) for request in requests]
-    waiting, full = list(requests), 0
-    got: dict[int, list[int]] = {}
-    with Batch(engine, 4, engine.draft.read_tree(), 600, prompt_tokens=128) as batch:
-        while waiting or batch.running:
-            while batch.fitting(waiting[:1]):
-                batch.enter_all([waiting.pop(0)])
-            full += bool(waiting and batch.free)
-            for row in batch.step():
-                got.setdefault(id(row.request), []).extend(row.tokens)
-    assert [got[id(request)] for request in requests] == expected
-    assert full > 10, "nobody has waited for room"
-
-
 def limit_memory(monkeypatch, most: int) -> None:
     """Let there be memory for so many pages."""
     resized = pages_module.PageMemory.resized

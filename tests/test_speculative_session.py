@@ -60,13 +60,6 @@ def test_a_closed_session_refuses_everything_and_closes_again(eagle):
     eagle.generate([[1, 2]], 2)
 
 
-def test_close_without_a_with(eagle):
-    session = eagle.session(rows=64)
-    session.close()
-    session.close()
-    eagle.generate([[1, 2]], 2)
-
-
 # --- trees that change ---
 
 
