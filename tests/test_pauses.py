@@ -16,6 +16,7 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.operands.verification import Verification
+from tests.failing import failing
 from tests.test_batch import WARM, alone, drain, prompt
 from tests.test_causal_lm import causal_lm
 from tests.test_pages import limit_memory
@@ -339,24 +340,17 @@ def test_an_interrupt_where_it_would_go_on_loses_nothing(wanted, monkeypatch):
     got: dict[int, list[int]] = {}
     with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
         batch.enter_all(REQUESTS)
-        set_up, calls = batch._set_up, 0
-
-        def interrupted(*args):
-            nonlocal calls
-            calls += 1
-            if calls % 2:
-                raise KeyboardInterrupt
-            return set_up(*args)
-
-        monkeypatch.setattr(batch, "_set_up", interrupted)
+        monkeypatch.setattr(batch, "_set_up", failing(batch._set_up, KeyboardInterrupt, *range(1, 999, 2)))
+        interrupts = 0
         while batch.running:
             try:
                 rows = batch.step()
             except KeyboardInterrupt:
+                interrupts += 1
                 continue
             for row in rows:
                 got.setdefault(row.slot, []).extend(row.tokens)
-    assert [got[slot] for slot in range(4)] == [tokens for tokens, _ in wanted] and calls > 1
+    assert [got[slot] for slot in range(4)] == [tokens for tokens, _ in wanted] and interrupts > 0
 
 
 def test_an_interrupt_where_somebody_gets_pages_loses_nothing(wanted, monkeypatch):
