@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,13 +23,20 @@ from eagle_triton.engine.skipped_features import start_skipping
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.operands.verification import VERIFY_STRATEGIES, Verification
 from eagle_triton.reference.verification import first_path
+from tests.failing import failing
 from tests.test_engine import engine_for
 from tests.tiny import draft_cache, fill_target_cache, random_prompt, tiny_model
 
 SMALL = dict(total_token=8, depth=3, top_k=2)
 TWO_LAYERS = dict(eagle3=False, layers=2, **SMALL)
 LARGER = dict(total_token=24, depth=3, top_k=6)
+WARM = dict(eagle3=False, layers=2, vocab=12, seed=2, **LARGER)  # accepts drafts
 IN_FLIGHT = pytest.mark.parametrize("in_flight", [1, 2], ids=["read-at-once", "read-late"])
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return engine_for(tiny_model(**TWO_LAYERS))
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 32) -> torch.Tensor:
@@ -127,9 +135,8 @@ def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
         assert results[id(request)] == tokens
 
 
-def test_what_steps_get_to_know_on_the_way_stays_where_it_is():
+def test_what_steps_get_to_know_on_the_way_stays_where_it_is(engine):
     """Graphs of few slots have its addresses when a batch of more slots asks for the same."""
-    engine = engine_for(tiny_model(**TWO_LAYERS))
     whole = engine.sequences(4, 64)
     one = engine.sequences(1, 64)
     one.add_rules()
@@ -151,8 +158,7 @@ def test_what_steps_get_to_know_on_the_way_stays_where_it_is():
 
 
 @IN_FLIGHT
-def test_first_tokens_come_before_a_step_and_the_last_one_takes_none(in_flight):
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_first_tokens_come_before_a_step_and_the_last_one_takes_none(engine, in_flight):
     requests = [
         Request(prompt(5), 1),
         Request(prompt(9), 1, SamplingParams(temperature=1.0, seed=2)),
@@ -185,20 +191,17 @@ def test_first_tokens_come_before_a_step_and_the_last_one_takes_none(in_flight):
 
 
 @IN_FLIGHT
-def test_plain_decoding_takes_a_step_less_than_it_gives_tokens(in_flight):
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_plain_decoding_takes_a_step_less_than_it_gives_tokens(engine, in_flight):
     with Batch(engine, 2, PLAIN, 80) as batch:
         batch.in_flight.most = in_flight
         launched = engine.launched
         batch.enter_all([Request(prompt(5), 12), Request(prompt(6), 7)])
-        while batch.running:
-            batch.step()
+        drain(batch)
         assert engine.launched - launched == 11
 
 
-def test_a_smaller_size_is_captured_when_it_has_been_wanted_for_a_while():
+def test_a_smaller_size_is_captured_when_it_has_been_wanted_for_a_while(engine):
     """Since a capture takes as long as hundreds of steps; one that is there is taken at once."""
-    engine = engine_for(tiny_model(**TWO_LAYERS))
     engine.cuda_graph = True  # as if steps were captured
     with Batch(engine, 4, PLAIN, 300) as batch:
         batch.admit_all([Request(prompt(5), 200), Request(prompt(6), 4), Request(prompt(7), 4)])
@@ -226,8 +229,7 @@ def test_staggered_requests_get_what_each_gets_alone(eagle3, in_flight):
 
 
 @IN_FLIGHT
-def test_a_released_slot_belongs_to_the_next_request_alone(in_flight):
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_a_released_slot_belongs_to_the_next_request_alone(engine, in_flight):
     with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
         batch.in_flight.most = in_flight
         batch.admit_all(REQUESTS[:2])
@@ -243,8 +245,7 @@ def test_a_released_slot_belongs_to_the_next_request_alone(in_flight):
 
 
 @IN_FLIGHT
-def test_nan_logits_end_one_request_and_no_other(in_flight):
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_nan_logits_end_one_request_and_no_other(engine, in_flight):
     with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
         batch.in_flight.most = in_flight
         batch.admit_all(REQUESTS[:3])
@@ -309,8 +310,7 @@ def test_a_request_that_cannot_enter_harms_nobody():
     assert [results[id(request)][0] for request in (first, second)] == expected
 
 
-def test_a_batch_has_the_engine_to_itself_and_gives_it_back():
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_a_batch_has_the_engine_to_itself_and_gives_it_back(engine):
     spec = engine.draft.read_tree()
     with Batch(engine, 1, spec, 40), pytest.raises(RuntimeError, match="another generation is running"):
         Batch(engine, 1, spec, 40)
@@ -323,22 +323,14 @@ def test_a_batch_has_the_engine_to_itself_and_gives_it_back():
 
 
 @pytest.mark.parametrize("operation", ["verify_greedy", "commit", "build_tree", "tree_attention"])
-def test_an_interrupted_step_leaves_the_model_usable(operation, monkeypatch):
-    engine, request = engine_for(tiny_model(**TWO_LAYERS)), Request(prompt(5), 12)
+def test_an_interrupted_step_leaves_the_model_usable(engine, operation, monkeypatch):
+    request = Request(prompt(5), 12)
     expected = alone(engine, request)
-    for interrupted_at in (1, 6):
-        calls = itertools.count(1)
-        original = getattr(engine.ops, operation)
-
-        def interrupt(*args, calls=calls, original=original, at=interrupted_at, **kwargs):
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return original(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.ops, operation, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                alone(engine, request)
+    for at in (1, 6):
+        interrupted = failing(getattr(engine.ops, operation), KeyboardInterrupt, at)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine.ops, operation, interrupted)
+            alone(engine, request)
         assert alone(engine, request) == expected
 
 
@@ -365,8 +357,7 @@ def test_the_target_reads_no_new_keys_but_its_own(monkeypatch):
         assert not any(of_draft) and bool(of_draft) == (spec != PLAIN)
 
 
-def test_a_closed_batch_decodes_no_more_and_leaves_the_next_one_alone():
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_a_closed_batch_decodes_no_more_and_leaves_the_next_one_alone(engine):
     spec, expected = engine.draft.read_tree(), alone(engine, REQUESTS[0])
     with Batch(engine, 1, spec, 80) as first:
         first.admit(REQUESTS[1])
@@ -381,17 +372,11 @@ def test_a_closed_batch_decodes_no_more_and_leaves_the_next_one_alone():
         assert not second.closed
         with pytest.raises(RuntimeError, match="another generation is running"):
             Batch(engine, 1, spec, 80)
-        tokens += [token for progress in drain_in_order(second) for token in progress.tokens]
+        tokens += drain(second)[id(REQUESTS[0])][0]
     assert tokens == expected
 
 
-def drain_in_order(batch: Batch):
-    while batch.running:
-        yield from batch.step()
-
-
-def test_a_dropped_batch_gives_the_engine_back():
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_a_dropped_batch_gives_the_engine_back(engine):
     batch = Batch(engine, 1, engine.draft.read_tree(), 80)
     batch.admit(REQUESTS[0])
     batch.step()
@@ -401,49 +386,34 @@ def test_a_dropped_batch_gives_the_engine_back():
 
 
 @pytest.mark.parametrize("operation", ["commit", "build_tree"])
-def test_a_batch_that_failed_goes_no_further(operation, monkeypatch):
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_a_batch_that_failed_goes_no_further(engine, operation, monkeypatch):
     with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
         batch.admit(REQUESTS[0])
         batch.step()
         batch.step()
-
-        def interrupt(*args, **kwargs):
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.ops, operation, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                batch.step()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine.ops, operation, Mock(side_effect=KeyboardInterrupt))
+            batch.step()
         for use in (batch.step, lambda: batch.admit(REQUESTS[2]), lambda: batch.tokens(0)):
             with pytest.raises(RuntimeError, match="a step of this batch failed .*KeyboardInterrupt.*make a new batch"):
                 use()
 
 
-def test_an_interrupted_prefill_harms_nobody(monkeypatch):
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_an_interrupted_prefill_harms_nobody(engine, monkeypatch):
     expected = [alone(engine, request) for request in REQUESTS[:3]]
     with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
         batch.admit(REQUESTS[0])
-        calls, original = itertools.count(1), engine.ops.tree_attention
-
-        def interrupt(*args, **kwargs):
-            if next(calls) == 9:  # in the second prompt
-                raise KeyboardInterrupt
-            return original(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.ops, "tree_attention", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                batch.admit_all(REQUESTS[1:3])
+        interrupted = failing(engine.ops.tree_attention, KeyboardInterrupt, 9)  # in the second prompt
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine.ops, "tree_attention", interrupted)
+            batch.admit_all(REQUESTS[1:3])
         assert batch.running == [0]
         assert batch.sequences.lengths.tolist() == [5, 0, 0], "a slot that nobody is in costs attention"
         results = drain(batch, REQUESTS[1:3])
     assert [results[id(request)][0] for request in REQUESTS[:3]] == expected
 
 
-def test_batches_of_all_sizes_share_one_cache():
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_batches_of_all_sizes_share_one_cache(engine):
     capacity = 32768 if engine.ops.kernels else 512
     spec = engine.draft.read_tree()
     another = engine_for(tiny_model(**TWO_LAYERS))
@@ -463,9 +433,8 @@ def test_batches_of_all_sizes_share_one_cache():
     assert [(kept.slots, kept.capacity) for kept in engine._sequences] == [(1, 40_960), (8, capacity)]
 
 
-def test_what_a_capture_runs_leaves_sequences_as_they_are():
+def test_what_a_capture_runs_leaves_sequences_as_they_are(engine):
     """A graph is captured while sequences are there: the steps before it, with nobody active, must change nothing."""
-    engine = engine_for(tiny_model(**TWO_LAYERS))
     spec = engine.draft.read_tree()
     trees = itertools.cycle([spec, spec, PLAIN, TreeSpec.dynamic(5, 2, 2)])
     runs = []
@@ -540,7 +509,7 @@ SEEDED = [
 
 
 def test_a_seeded_text_is_the_same_for_every_tree_batch_and_slot():
-    engine = engine_for(tiny_model(eagle3=False, layers=2, vocab=12, seed=2, **LARGER))
+    engine = engine_for(tiny_model(**WARM))
     requests = [Request(prompt(5 + index, vocab=12), 16, sampling) for index, sampling in enumerate(SEEDED)]
     expected = [alone(engine, request, PLAIN) for request in requests]
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
@@ -578,7 +547,7 @@ def test_a_seeded_text_is_the_same_with_kernels():
 
 @pytest.mark.parametrize("strategy", VERIFY_STRATEGIES)
 def test_reject_all_is_plain_decoding(strategy):
-    engine = engine_for(tiny_model(eagle3=False, layers=2, vocab=12, seed=2, **LARGER))
+    engine = engine_for(tiny_model(**WARM))
     engine.verification = Verification(strategy)
     requests = [Request(prompt(5 + index, vocab=12), 16, sampling) for index, sampling in enumerate(SEEDED)]
     plain = [alone(engine, request, PLAIN) for request in requests]
@@ -590,7 +559,7 @@ def test_reject_all_is_plain_decoding(strategy):
 
 @pytest.mark.parametrize("strategy", VERIFY_STRATEGIES)
 def test_accept_all_emits_every_draft(strategy):
-    engine = engine_for(tiny_model(eagle3=False, layers=2, vocab=12, seed=2, **LARGER))
+    engine = engine_for(tiny_model(**WARM))
     how = Verification(strategy, "accept_all")
     for spec in (SPECS["chain"], SPECS["24-3-6"], SPECS["fixed"]):
         with Batch(engine, 4, spec, 80, verification=how) as batch:
@@ -611,7 +580,7 @@ def test_accept_all_emits_every_draft(strategy):
 
 
 def test_greedy_and_topp_text():
-    engine = engine_for(tiny_model(eagle3=False, layers=2, vocab=12, seed=2, **LARGER))
+    engine = engine_for(tiny_model(**WARM))
     sampled, greedy = (Request(prompt(5, vocab=12), 30, sampling) for sampling in (SEEDED[0], SamplingParams()))
     argmax = alone(engine, greedy, PLAIN)
     for strategy, options in (("greedy", {}), ("topp", dict(max_candidate_len=1))):
@@ -729,8 +698,7 @@ def test_what_another_request_left_is_not_taken_in_when_drafting_resumes(eagle3)
     assert clean == after_nan
 
 
-def test_what_takes_in_plain_steps_is_made_before_it_is_needed():
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_what_takes_in_plain_steps_is_made_before_it_is_needed(engine):
     with Batch(engine, 2, PLAIN, 200) as batch:
         batch.admit(Request(prompt(9), 150))
         batch.step()
@@ -741,8 +709,7 @@ def test_what_takes_in_plain_steps_is_made_before_it_is_needed():
 
 
 @IN_FLIGHT
-def test_trees_may_change_at_every_step(in_flight):
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_trees_may_change_at_every_step(engine, in_flight):
     trees = [engine.draft.read_tree(), TreeSpec.dynamic(20, 4, 5), PLAIN, TreeSpec.fixed([[0], [1], [0, 0]]), PLAIN]
     greedy = [request for request in REQUESTS if request.sampling.greedy]
     with Batch(engine, 2, trees[0], 80) as batch:
@@ -762,8 +729,7 @@ def test_trees_may_change_at_every_step(in_flight):
         assert results[id(request)] == alone(engine, request)
 
 
-def test_a_batch_without_a_draft_decodes_plainly():
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_a_batch_without_a_draft_decodes_plainly(engine):
     expected = alone(engine, REQUESTS[0])
     engine.draft = None
     engine.clear()
@@ -839,8 +805,7 @@ def test_penalties_and_biases_are_those_of_plain_decoding(tree, in_flight):
     assert rows[id(neighbour)][0] == alone(engine, neighbour, spec)  # coins are drawn for a tree's nodes
 
 
-def test_a_sampled_request_gets_the_same_beside_one_that_has_a_penalty():
-    engine = engine_for(tiny_model(**TWO_LAYERS))
+def test_a_sampled_request_gets_the_same_beside_one_that_has_a_penalty(engine):
     request = REQUESTS[3]
     with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
         batch.admit_all([replace(request, sampling=replace(request.sampling, repetition_penalty=1.2)), request])
@@ -876,11 +841,10 @@ def test_bad_sampling(arguments, message):
         SamplingParams(**arguments)
 
 
-def test_sampling_with_a_bias_is_hashable_and_a_bias_beyond_the_vocabulary_is_refused():
+def test_sampling_with_a_bias_is_hashable_and_a_bias_beyond_the_vocabulary_is_refused(engine):
     sampling = SamplingParams(logit_bias={7: 1, 3: -2.5})
     assert sampling.logit_bias == ((3, -2.5), (7, 1.0)) and hash(sampling) == hash(
         SamplingParams(logit_bias=[(7, 1), (3, -2.5)])
     )
-    engine = engine_for(tiny_model(**TWO_LAYERS))
     with Batch(engine, 1, PLAIN, 80) as batch, pytest.raises(ValueError, match="logit_bias: tokens must lie in 0..31"):
         batch.admit(Request(prompt(5), 5, SamplingParams(logit_bias={32: 1.0})))

@@ -11,6 +11,7 @@ import sysconfig
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -166,10 +167,7 @@ def test_an_interrupt_waits_for_what_has_begun_only(driver, monkeypatch, when):
 @needs_async_compilation
 @pytest.mark.parametrize("where", ["in the block", "while compiling"])
 def test_an_interrupt_leaves_nothing_behind(driver, where):
-    def interrupt(*args, **options):
-        raise KeyboardInterrupt
-
-    kernel, stopped = Kernel(), Kernel()
+    kernel, stopped, interrupt = Kernel(), Kernel(), Mock(side_effect=KeyboardInterrupt)
     if where == "while compiling":
         stopped.warmup = interrupt
     with pytest.raises(KeyboardInterrupt), compiled_ahead():
@@ -347,10 +345,7 @@ def test_a_parser_that_trips_over_threads_is_asked_again(message, attempts, wrap
 
 
 def test_an_interrupted_change_of_tree_changes_nothing(device, monkeypatch):
-    def interrupt(launches):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(compile_ahead, "_compile", interrupt)
+    monkeypatch.setattr(compile_ahead, "_compile", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device: False)  # a GPU could from the start
     ends = []
     for interrupted in (False, True):

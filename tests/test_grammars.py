@@ -28,6 +28,7 @@ from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.operands.ancestors import ancestor_matrix, pack_ancestors
 from eagle_triton.serve.bodies import read_completion
 from eagle_triton.serve.errors import RequestError
+from tests.test_speculative_session import finish
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import END, VOCABULARY, byte_tokenizer
 
@@ -303,13 +304,6 @@ def test_forced_tokens_are_drafted_where_a_tree_lacks_them(spec):
 
 
 # --- with other options ---
-
-
-def finish(session):
-    pieces = []
-    while not session.idle:
-        pieces += session.step()
-    return {piece.index: piece.completion for piece in pieces if piece.completion is not None}
 
 
 def test_requests_leave_and_enter_while_others_go_on(model, on_the_host):

@@ -26,6 +26,7 @@ from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
 from eagle_triton.models.mtp import MTPHead, load_mtp
+from tests.test_batch import drain
 from tests.tiny import generate_row, random_prompt
 from tests.tiny_hybrids import KINDS, QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
 
@@ -163,8 +164,7 @@ def test_a_forward_that_is_interrupted_is_read_again_from_the_beginning(pairs, e
         with pytest.raises(KeyboardInterrupt):
             while True:
                 batch.step()
-        while batch.running:
-            batch.step()
+        drain(batch)
         assert batch.tokens(1).tolist() == expected(KIND, 513, new).tolist()
     assert next(calls) > (5 + 15 if where == "half_way" else 1 + 5)
 
@@ -192,8 +192,7 @@ def test_a_long_prompt_is_read_as_one(pairs, expected, monkeypatch, memory):
         batch.enter_all([Request(PROMPTS[20], 64)])
         batch.step()
         batch.enter_all([Request(PROMPTS[513], new)])
-        while batch.running:
-            batch.step()
+        drain(batch)
         assert batch.tokens(0).tolist() == expected(KIND, 20, 64).tolist()
         assert batch.tokens(1).tolist() == expected(KIND, 513, new).tolist()
     assert set(starts) == ({128, 256, 384} if memory else {128}) and ("long_prompts" in engine.notes) != memory
@@ -238,16 +237,14 @@ def test_an_inactive_slot_stays_as_it_is_and_one_that_is_entered_again_is_fresh(
                 after = held
         assert after is not None and all(tensor.any() for tensor in after)
         batch.admit(Request(PROMPTS[4], 24))
-        while batch.running:
-            batch.step()
+        drain(batch)
         assert torch.equal(batch.tokens(0).cpu(), expected(KIND, 4, 24))
 
 
 def test_equal_prompts_are_computed_once_and_decoded_alike(pairs, expected):
     with torch.no_grad(), Batch(engine_of(*pairs(KIND)), 3, TREES["dynamic"], 90) as batch:
         batch.admit_all([Request(PROMPTS[length], 24) for length in (20, 3, 20)])
-        while batch.running:
-            batch.step()
+        drain(batch)
         for slot in (0, 2):
             assert torch.equal(batch.tokens(slot).cpu(), expected(KIND, 20, 24))
 
@@ -258,8 +255,7 @@ def test_a_seeded_text_is_that_of_plain_decoding(pairs):
         sampling = SamplingParams(temperature=1.0, seed=5)
         with torch.no_grad(), Batch(engine_of(*pairs(KIND)), 1, TREES[tree], 90) as batch:
             batch.admit(Request(PROMPTS[20], 40, sampling))
-            while batch.running:
-                batch.step()
+            drain(batch)
             texts.append(batch.tokens(0).tolist())
     assert texts[0] == texts[1] == texts[2] and len(set(texts[0][20:])) > 5
 
@@ -274,8 +270,7 @@ def test_a_state_that_is_nan_ends_its_sequence_alone(pairs, expected):
             ends |= {row.slot: row.finished for row in batch.step() if row.finished}
         assert ends[0] == "error" and torch.equal(batch.tokens(1).cpu(), expected(KIND, 3, 24))
         batch.admit(Request(PROMPTS[20], 24))
-        while batch.running:
-            batch.step()
+        drain(batch)
         assert torch.equal(batch.tokens(0).cpu(), expected(KIND, 20, 24))
 
 

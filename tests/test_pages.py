@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory import pages as pages_module
 from eagle_triton.engine.memory.mapped_memory import MappedMemory, can_map
-from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PagePool, PrefixKeys, SlotPages
+from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PagePool, SlotPages, prefix_keys
 from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.prompt_queue import PromptQueue
@@ -23,9 +24,11 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.families import own_ea_model as native
-from tests.test_batch import LARGER, SMALL, alone, drain, prompt
+from tests.failing import failing
+from tests.test_batch import SMALL, WARM, alone, drain, prompt
 from tests.test_engine import engine_for
 from tests.test_prefill import PACKED, packing, steps_of
+from tests.test_speculative_session import finish
 from tests.tiny import tiny_model
 
 
@@ -43,7 +46,7 @@ class Model:
     def enter(self, slot: int, tokens: torch.Tensor, rows: int) -> None:
         needed = -(-rows // PAGE_ROWS)
         held = {page for other in range(8) for page in self.pages.of(other)}
-        beginning = PrefixKeys.of(tokens)
+        beginning = prefix_keys(tokens)
         try:
             found = self.pages.take({slot: rows}, {slot: beginning})[slot]
         except CacheFullError:
@@ -59,7 +62,7 @@ class Model:
         for page in mine[found:]:
             self.content.pop(page, None)
         self.pages.write([slot])
-        self.queue.add({slot: tokens}, {slot: mine[: len(beginning.keys)]})
+        self.queue.add({slot: tokens}, {slot: mine[: len(beginning)]})
         self.requests[slot] = tokens
 
     def read(self) -> None:
@@ -85,7 +88,7 @@ class Model:
             tokens = tokens[:rows]
             for index in range((len(self.requests[slot]) - 1) // PAGE_ROWS, (len(tokens) - 1) // PAGE_ROWS):
                 self.content[self.pages.of(slot)[index]] = tuple(tokens[: (index + 1) * PAGE_ROWS + 1].tolist())
-            self.pages.keep(slot, PrefixKeys.of(tokens))
+            self.pages.keep(slot, prefix_keys(tokens))
         self.pages.give(slot, forget=forget)
         del self.requests[slot]
 
@@ -132,20 +135,20 @@ def test_no_page_is_lost_or_shared_by_mistake(limit):
 def test_what_was_used_last_is_kept_longest_and_a_beginning_longer_than_its_end():
     pool = PagePool(6)
     pages = SlotPages(pool, 3, 640, torch.device("cpu"))
-    old, new = (PrefixKeys.of(torch.randint(100, (193,))) for _ in range(2))
+    old, new = (prefix_keys(torch.randint(100, (193,))) for _ in range(2))
     for slot, beginning in enumerate((old, new)):
         pages.take({slot: 192}, {slot: beginning})
         pool.unread.clear()
         pages.give(slot)
     assert pool.kept == 6
     pages.take({0: 2 * PAGE_ROWS}, {})
-    assert [pool.find(key) is not None for key in (*old.keys, *new.keys)] == [True, False, False, True, True, True]
+    assert [pool.find(key) is not None for key in (*old, *new)] == [True, False, False, True, True, True]
 
 
 def test_a_page_that_was_not_read_to_the_end_is_not_found():
     pool = PagePool(limit=20)
     pages = SlotPages(pool, 2, 640, torch.device("cpu"))
-    beginning = PrefixKeys.of(torch.arange(200))
+    beginning = prefix_keys(torch.arange(200))
     assert pages.take({0: 200}, {0: beginning}) == {0: 0}
     assert pages.take({1: 200}, {1: beginning}) == {1: 3}  # that are being read
     pages.give(0)
@@ -156,7 +159,7 @@ def test_a_page_that_was_not_read_to_the_end_is_not_found():
 def test_slots_that_are_given_together_leave_the_others_their_pages():
     pool = PagePool(limit=20)
     pages = SlotPages(pool, 6, 640, torch.device("cpu"))
-    shared = PrefixKeys.of(torch.arange(200))
+    shared = prefix_keys(torch.arange(200))
     pages.take(dict.fromkeys((0, 1, 2, 4, 5), 200), dict.fromkeys((0, 1, 2), shared))
     pages.write([0, 1, 2, 4, 5])
     kept = [*pages.of(1)]
@@ -168,21 +171,19 @@ def test_slots_that_are_given_together_leave_the_others_their_pages():
 
 def test_a_page_is_found_by_all_tokens_up_to_the_one_behind_it():
     tokens = torch.arange(200)
-    keys = PrefixKeys.of(tokens).keys
-    assert len(keys) == 3 and len(PrefixKeys.of(tokens[:193]).keys) == 3 and len(PrefixKeys.of(tokens[:192]).keys) == 2
+    keys = prefix_keys(tokens)
+    assert len(keys) == 3 and len(prefix_keys(tokens[:193])) == 3 and len(prefix_keys(tokens[:192])) == 2
     for changed, same in ((0, 0), (63, 0), (64, 0), (65, 1), (128, 1), (192, 2), (193, 3)):
         other = tokens.clone()
         other[changed] = 999
-        assert [key == old for key, old in zip(PrefixKeys.of(other).keys, keys, strict=True)] == [
+        assert [key == old for key, old in zip(prefix_keys(other), keys, strict=True)] == [
             index < same for index in range(3)
         ]
-    assert PrefixKeys.of(tokens, b"other").keys[0] != keys[0]
-    assert PrefixKeys.of(tokens, known=keys[:1]).keys == keys
+    assert prefix_keys(tokens, b"other")[0] != keys[0]
+    assert prefix_keys(tokens, known=keys[:1]) == keys
 
 
 # ------------------------------------------------------------------------------------------------- in a batch
-
-WARM = {"eagle3": False, "layers": 2, "vocab": 12, "seed": 2, **LARGER}
 
 
 def continuations(count: int, beginning: int = 200) -> list[Request]:
@@ -287,7 +288,7 @@ def test_weights_that_change_in_place_make_pages_old(enter):
 def test_what_was_read_before_a_change_is_not_kept_after_it():
     pool = PagePool()
     pages = SlotPages(pool, 2, 640, torch.device("cpu"))
-    beginning = PrefixKeys.of(torch.arange(300))
+    beginning = prefix_keys(torch.arange(300))
     pages.take({0: 300}, {0: beginning})
     pool.unread.clear()
     pool.forget()  # as when weights change, while the request runs
@@ -304,14 +305,7 @@ def test_pages_that_an_interrupt_has_left_are_reclaimed(monkeypatch):
     pool = PagePool()
     pages = SlotPages(pool, 1, 640, torch.device("cpu"))
     pages.take({0: 300}, {})
-    give, calls = pool.give, itertools.count()
-
-    def interrupted(numbers, forget=False):
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return give(numbers, forget)
-
-    monkeypatch.setattr(pool, "give", interrupted)
+    monkeypatch.setattr(pool, "give", failing(pool.give, KeyboardInterrupt, 3))
     with pytest.raises(KeyboardInterrupt):
         pages.give(0)
     pages.clear()
@@ -365,7 +359,7 @@ def test_a_batch_that_failed_leaves_no_page_held(monkeypatch):
         batch.admit(request)
         batch.step()  # the first token
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(batch.in_flight, "send", lambda report: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(batch.in_flight, "send", Mock(side_effect=KeyboardInterrupt))
             for _ in range(2):  # on a GPU one is on its way
                 batch.step()
         with pytest.raises(RuntimeError, match="make a new batch"):
@@ -386,72 +380,44 @@ def test_requests_wait_for_room_and_those_that_never_fit_fail_alone():
     free = EAGLEInference(None, model, EAGLEConfig(**config))
     expected = [free.generate([tokens], new, return_stats=False)[0] for tokens, new in requests]
     eagle = EAGLEInference(None, model, EAGLEConfig(cache_tokens=8 * PAGE_ROWS, slots=4, **config))
-    most, first_to_end = 0, None
+    most, pieces = 0, []
     with eagle.session(1000) as session:
         for tokens, new in requests:
             session.submit(tokens, new)
-        completions = {}
         while not session.idle:
-            for piece in session.step():
-                if piece.completion is not None:
-                    completions[piece.index] = piece.completion
-                    first_to_end = piece.index if first_to_end is None else first_to_end
+            pieces += session.step()
             most = max(most, eagle.engine.pool.held)
+        completions = finish(session, pieces)
     for index in range(1, 4):
         assert torch.equal(completions[index].output_ids, expected[index].flatten())
     assert completions[0].finished == "error" and "cache_tokens: a prompt of 700 tokens" in completions[0].error
-    assert first_to_end == 0, "what never fits holds up nobody"
+    assert next(iter(completions)) == 0, "what never fits holds up nobody"
     assert 0 < most <= eagle.engine.pool.pages == 8 and not eagle.engine.pool.held
 
 
-def test_requests_of_all_lengths_through_a_small_cache_give_what_each_gives_alone():
-    engine, plain = packing(**WARM)
-    engine.cache_tokens = 16 * PAGE_ROWS
-    engine.clear()
-    source = random.Random(3)
-    requests = [
-        Request(
-            prompt(source.randint(1, 500), index, vocab=12), source.randint(1, 40), SamplingParams(index % 2, seed=3)
-        )
-        for index in range(10)
-    ]
-    expected = [alone(plain, request) for request in requests]
-    waiting, full = list(requests), 0
-    got: dict[int, list[int]] = {}
-    with Batch(engine, 4, engine.draft.read_tree(), 600, prompt_tokens=128) as batch:
-        while waiting or batch.running:
-            while batch.fitting(waiting[:1]):
-                batch.enter_all([waiting.pop(0)])
-            full += bool(waiting and batch.free)
-            for row in batch.step():
-                got.setdefault(id(row.request), []).extend(row.tokens)
-    assert [got[id(request)] for request in requests] == expected
-    assert full > 10, "nobody has waited for room"
-
-
-def test_requests_for_which_there_is_no_memory_fail_alone(monkeypatch):
-    """Without a size of its own the cache is as large as memory is: several that are too large, one after another."""
+def limit_memory(monkeypatch, most: int) -> None:
+    """Let there be memory for so many pages."""
     resized = pages_module.PageMemory.resized
 
     def short(memory, pages, known):
-        if pages > 16:
+        if pages > most:
             raise torch.OutOfMemoryError("none left")
         return resized(memory, pages, known)
 
     monkeypatch.setattr(pages_module.PageMemory, "resized", short)
+
+
+def test_requests_for_which_there_is_no_memory_fail_alone(monkeypatch):
+    """Without a size of its own the cache is as large as memory is: several that are too large, one after another."""
+    limit_memory(monkeypatch, 16)
     model = tiny_model(**WARM)
     eagle = EAGLEInference(None, model, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=8, slots=2))
-    lengths, completions = (1500, 1600, 40, 1700, 50), {}
     with eagle.session(2000) as session:
-        for length in lengths:
+        for length in (1500, 1600, 40, 1700, 50):
             session.submit(prompt(length, length, vocab=12), 20)
-        for _ in range(200):
-            for piece in session.step():
-                if piece.completion is not None:
-                    completions[piece.index] = piece.completion
-            if session.idle:
-                break
+        pieces = [piece for _ in range(200) for piece in session.step()]
         assert session.idle, "it waits for room that never comes"
+        completions = finish(session, pieces)
     assert [completions[index].finished for index in range(5)] == ["error", "error", "length", "error", "length"]
     assert all("no memory for" in completions[index].error for index in (0, 1, 3))
 

@@ -16,12 +16,14 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.operands.verification import Verification
-from tests.test_batch import LARGER, alone, drain, prompt
+from tests.failing import failing
+from tests.test_batch import WARM, alone, drain, prompt
 from tests.test_causal_lm import causal_lm
+from tests.test_pages import limit_memory
 from tests.test_prefill import PACKED, packing
+from tests.test_speculative_session import finish
 from tests.tiny import tiny_model
 
-WARM = {"eagle3": False, "layers": 2, "vocab": 12, "seed": 2, **LARGER}
 SAMPLINGS = [
     SamplingParams(),
     SamplingParams(temperature=1.0, seed=5),
@@ -301,13 +303,6 @@ def test_nobody_overtakes_who_waits_for_room():
 
 def test_a_request_that_outgrows_the_memory_fails_alone(monkeypatch):
     """Without a size of its own the cache is as large as memory is, which nobody knows before."""
-    resized = pages_module.PageMemory.resized
-
-    def short(memory, pages, known):
-        if pages > 5:
-            raise torch.OutOfMemoryError("none left")
-        return resized(memory, pages, known)
-
     model, config = tiny_model(**WARM), {"topk": 3, "num_steps": 3, "num_draft_tokens": 8}
     prompts, counts = [prompt(60, seed, vocab=12) for seed in range(3)], (250, 50, 90)
     free = EAGLEInference(None, model, EAGLEConfig(**config))
@@ -315,16 +310,12 @@ def test_a_request_that_outgrows_the_memory_fails_alone(monkeypatch):
         free.generate([one], count, return_stats=False)[0].flatten() for one, count in zip(prompts, counts, strict=True)
     ]
     monkeypatch.setattr(pages_module, "_GROWTH", 1.0)
-    monkeypatch.setattr(pages_module.PageMemory, "resized", short)
+    limit_memory(monkeypatch, 5)
     eagle = EAGLEInference(None, model, EAGLEConfig(slots=3, **config))
-    completions = {}
     with eagle.session(1000) as session:
         for tokens, count in zip(prompts, counts, strict=True):
             session.submit(tokens, count)
-        while not session.idle:
-            for piece in session.step():
-                if piece.completion is not None:
-                    completions[piece.index] = piece.completion
+        completions = finish(session)
     assert completions[0].finished == "error" and "no memory for" in completions[0].error
     assert 100 < len(completions[0].tokens) < 250
     for index, completion in completions.items():
@@ -349,24 +340,17 @@ def test_an_interrupt_where_it_would_go_on_loses_nothing(wanted, monkeypatch):
     got: dict[int, list[int]] = {}
     with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
         batch.enter_all(REQUESTS)
-        set_up, calls = batch._set_up, 0
-
-        def interrupted(*args):
-            nonlocal calls
-            calls += 1
-            if calls % 2:
-                raise KeyboardInterrupt
-            return set_up(*args)
-
-        monkeypatch.setattr(batch, "_set_up", interrupted)
+        monkeypatch.setattr(batch, "_set_up", failing(batch._set_up, KeyboardInterrupt, *range(1, 999, 2)))
+        interrupts = 0
         while batch.running:
             try:
                 rows = batch.step()
             except KeyboardInterrupt:
+                interrupts += 1
                 continue
             for row in rows:
                 got.setdefault(row.slot, []).extend(row.tokens)
-    assert [got[slot] for slot in range(4)] == [tokens for tokens, _ in wanted] and calls > 1
+    assert [got[slot] for slot in range(4)] == [tokens for tokens, _ in wanted] and interrupts > 0
 
 
 def test_an_interrupt_where_somebody_gets_pages_loses_nothing(wanted, monkeypatch):

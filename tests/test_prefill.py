@@ -1,7 +1,7 @@
 """Reading prompts in pieces: how they are planned, and that packed together they give what each gives alone."""
 
-import itertools
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import NAN, Request, RunningRequest
 from eagle_triton.engine.tree_spec import PLAIN
-from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain, prompt
+from tests.failing import failing
+from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, WARM, alone, drain, prompt
 from tests.test_engine import engine_for
 from tests.test_prompt_attention import torch_instead_of_cudnn
 from tests.tiny import draft_cache, target_cache, tiny_model
@@ -196,7 +197,7 @@ def steps_of(batch: Batch, slots: dict[int, list[int]], count: int) -> None:
 @pytest.mark.parametrize(("packed", "in_flight"), [(True, 2), (False, 1)], ids=["packed", "in-turn"])
 def test_prompts_are_read_between_steps(packed, in_flight):
     """A long prompt is read bit by bit while others decode, which notice nothing of it."""
-    engine, plain = packing(eagle3=False, layers=2, vocab=12, seed=2, **LARGER)
+    engine, plain = packing(**WARM)
     engine.pack_prompts = packed
     short = Request(prompt(9, 1, vocab=12), 40)
     long = Request(prompt(300, 2, vocab=12), 8, SamplingParams(temperature=1.0, seed=3))
@@ -218,7 +219,7 @@ def test_prompts_are_read_between_steps(packed, in_flight):
 @pytest.mark.parametrize("prefixes", [True, False])
 @pytest.mark.parametrize("kept", [1, 2])
 def test_a_request_released_while_it_is_read_leaves_the_others(kept, prefixes):
-    engine, plain = packing(eagle3=False, layers=2, vocab=12, seed=2, **LARGER)
+    engine, plain = packing(**WARM)
     engine.prefixes = prefixes
     running, long = Request(prompt(9, 1, vocab=12), 40), Request(prompt(200, 2, vocab=12), 8)
     with Batch(engine, 4, engine.draft.read_tree(), 320, prompt_tokens=64) as batch:
@@ -263,7 +264,7 @@ def test_nan_after_a_prompt_ends_that_request_alone(packed):
 @PACKED
 def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
     """On a GPU torch's operations run in it, with zeros for what the kernels would have written."""
-    engine, plain = packing(eagle3=False, layers=2, vocab=12, seed=2, **LARGER)
+    engine, plain = packing(**WARM)
     engine.pack_prompts = packed
     requests = [Request(prompt(9 + 30 * slot, slot, vocab=12), 20) for slot in range(4)]
     with Batch(engine, 4, engine.draft.read_tree(), 140) as batch:
@@ -282,7 +283,7 @@ def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
 
 def test_what_a_slot_held_before_does_not_touch_a_prompt():
     """Neither its tokens, which stand where the prompt's last piece is filled up, nor penalties of steps meanwhile."""
-    model = tiny_model(eagle3=False, layers=2, vocab=12, seed=2, **LARGER)
+    model = tiny_model(**WARM)
     engine, plain = engine_for(model), engine_for(model)
     engine.pack_prompts = True
     neighbour = Request(prompt(9, 1, vocab=11), 60)
@@ -310,22 +311,14 @@ def test_what_a_slot_held_before_does_not_touch_a_prompt():
         steps_of(batch, {}, 1)
 
 
-def test_an_interrupt_behind_a_forward_ends_the_batch():
+def test_an_interrupt_behind_a_forward_ends_the_batch(monkeypatch):
     packed, _ = packing(**SMALL)
     packed.prefixes = False
     long = Request(prompt(100), 5)
     with Batch(packed, 3, packed.draft.read_tree(), 160) as batch:
-        copy = batch._prefill.copy
-
-        def interrupt(*args):
-            raise KeyboardInterrupt
-
-        batch._prefill.copy = interrupt
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                batch.enter_all([long, replace(long)])
-        finally:
-            batch._prefill.copy = copy
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(batch._prefill, "copy", Mock(side_effect=KeyboardInterrupt))
+            batch.enter_all([long, replace(long)])
         with pytest.raises(RuntimeError, match="a step of this batch failed"):
             batch.step()
 
@@ -376,7 +369,7 @@ def test_nan_logits_of_a_prompt_alone_end_the_request():
 
 @pytest.mark.parametrize(("packed", "at"), [(True, 1), (False, 2), (True, 3)])  # the layers of both, in turn
 def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypatch):
-    engine, plain = packing(eagle3=False, layers=2, vocab=12, seed=2, **LARGER)
+    engine, plain = packing(**WARM)
     engine.pack_prompts = packed
     running, long = Request(prompt(9, 1, vocab=12), 40), Request(prompt(600, 2, vocab=12), 8)
     with Batch(engine, 2, engine.draft.read_tree(), 640, prompt_tokens=128) as batch:
@@ -384,17 +377,9 @@ def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypat
         batch.enter_all([running])
         steps_of(batch, got, 1)
         batch.enter_all([long])
-        calls, original = itertools.count(1), engine.ops.rotary_append
-
-        def interrupt(*args, **kwargs):
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return original(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.ops, "rotary_append", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                batch.step()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine.ops, "rotary_append", failing(engine.ops.rotary_append, KeyboardInterrupt, at))
+            batch.step()
         assert batch.reading and batch.running == [0, 1]
         while batch.running:
             steps_of(batch, got, 1)
@@ -494,14 +479,8 @@ def test_long_prompts_among_others_give_what_each_gives_alone(stretches):
 def test_an_interrupt_while_a_long_prompt_is_read_loses_nothing(stretches, monkeypatch):
     long, plain = reading_long_prompts(eagle3=False, vocab=12, seed=2, **LARGER)
     running, request = Request(prompt(9, 1, vocab=12), 40), Request(prompt(600, 2, vocab=12), 8)
-    attend, calls = long.ops.prompt_attention, itertools.count(1)
-
-    def interrupt(*args, **kwargs):
-        if next(calls) in (2, 11):
-            raise KeyboardInterrupt
-        return attend(*args, **kwargs)
-
-    monkeypatch.setattr(long.ops, "prompt_attention", interrupt)
+    interrupted = failing(long.ops.prompt_attention, KeyboardInterrupt, 2, 11)
+    monkeypatch.setattr(long.ops, "prompt_attention", interrupted)
     with Batch(long, 2, long.draft.read_tree(), 640, prompt_tokens=128) as batch:
         got: dict[int, list[int]] = {}
         batch.enter_all([running])
@@ -517,15 +496,8 @@ def test_an_interrupt_while_a_long_prompt_is_read_loses_nothing(stretches, monke
 
 def test_no_memory_for_a_long_prompt_is_said_and_loses_nothing(stretches, monkeypatch):
     long, plain = reading_long_prompts(**SMALL)
-    request, calls = Request(prompt(700), 9), itertools.count(1)
-    attend = long.ops.prompt_attention
-
-    def no_memory(*args, **kwargs):
-        if next(calls) == 6:
-            raise torch.OutOfMemoryError("out of memory")
-        return attend(*args, **kwargs)
-
-    monkeypatch.setattr(long.ops, "prompt_attention", no_memory)
+    request, no_memory = Request(prompt(700), 9), torch.OutOfMemoryError("out of memory")
+    monkeypatch.setattr(long.ops, "prompt_attention", failing(long.ops.prompt_attention, no_memory, 6))
     for _ in range(2):
         assert alone(long, request) == alone(plain, request)
         assert stretches == [(256, 512), (512, 700)] and "no memory" in long.notes["long_prompts"]

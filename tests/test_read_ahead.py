@@ -1,6 +1,7 @@
 """Prompts that are read while transformers prepares a call: when, and that nothing comes of a wrong guess."""
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -160,12 +161,8 @@ def test_a_streamer_that_raises_leaves_the_engine_free(watched):
 def test_an_interrupt_while_it_is_read_leaves_the_engine_free(watched, monkeypatch):
     options = {"max_new_tokens": 9, **ENDS}
     watched.warm_up(**options)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Prefill, "read", interrupt)
+        patch.setattr(Prefill, "read", Mock(side_effect=KeyboardInterrupt))
         watched(prompt(1), **options)
     assert torch.equal(watched(prompt(1), **options), watched.original(prompt(1), **options))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(missing, reason='pip install ".[serve,test]"')
 
 import openai
-import uvicorn
 
 from eagle_triton.demo import demo_directory
 from eagle_triton.engine.grammar import GrammarError, compiler_for
@@ -31,7 +29,7 @@ from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import Fields
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.response_bodies import ResponseBody
-from tests.test_serve import PROMPT, Client, serving
+from tests.test_serve import PROMPT, Client, answering, serving
 
 GREEDY = dict(model="demo", temperature=0)
 
@@ -70,17 +68,15 @@ def likelihood(server):
 
 def test_prompts_and_samples_in_the_order_of_prompts(client):
     one, other = PROMPT, "x = "
-    options = dict(model="demo", temperature=1, max_tokens=6)
+    options = dict(temperature=1, max_tokens=6)
     alone = [
-        client.openai.completions.create(prompt=prompt, seed=seed, **options).choices[0].text
+        client.complete(prompt=prompt, seed=seed, **options).choices[0].text
         for prompt in (one, other)
         for seed in (3, 4)
     ]
     assert len(set(alone)) == 4
-    both = client.openai.completions.create(prompt=[one, other], n=2, seed=3, **options)
-    assert [choice.text for choice in both.choices] == alone and [choice.index for choice in both.choices] == [
-        *range(4)
-    ]
+    both = client.complete(prompt=[one, other], n=2, seed=3, **options)
+    assert [(choice.index, choice.text) for choice in both.choices] == [*enumerate(alone)]
     assert both.usage.completion_tokens == 24
     body = dict(prompt=[one, other], n=2, seed=3, **options, stream=True, stream_options=dict(include_usage=True))
     chunks = events(client.ask("/v1/completions", body)[2])
@@ -92,20 +88,20 @@ def test_prompts_and_samples_in_the_order_of_prompts(client):
 
 
 def test_best_of_answers_with_the_likeliest_samples(client):
-    options = dict(model="demo", prompt=PROMPT, temperature=1, max_tokens=4, seed=3, logprobs=0)
-    all_three = client.openai.completions.create(n=3, **options).choices
+    options = dict(temperature=1, max_tokens=4, seed=3, logprobs=0)
+    all_three = client.complete(n=3, **options).choices
     means = {choice.text: sum(choice.logprobs.token_logprobs) for choice in all_three}
     assert len(means) == 3
-    best = client.openai.completions.create(n=2, best_of=3, **options)
+    best = client.complete(n=2, best_of=3, **options)
     assert [choice.text for choice in best.choices] == sorted(means, key=means.get, reverse=True)[:2]
     assert best.usage.completion_tokens == 12
 
 
 def test_the_likeliest_tokens_at_each_place(client, server, likelihood):
     decode = server.inference.tokenizer.decode
-    answer = client.openai.completions.create(prompt=PROMPT, max_tokens=7, logprobs=3, **GREEDY)
+    answer = client.complete(max_tokens=7, logprobs=3)
     extra = dict(return_token_ids=True)
-    tokens = client.openai.completions.create(prompt=PROMPT, max_tokens=7, extra_body=extra, **GREEDY).choices[0]
+    tokens = client.complete(max_tokens=7, extra_body=extra).choices[0]
     prompt = server.inference.tokenizer(PROMPT).input_ids
     assert tokens.prompt_token_ids == prompt
     rows = likelihood(prompt + tokens.token_ids)[len(prompt) - 1 :]
@@ -115,21 +111,17 @@ def test_the_likeliest_tokens_at_each_place(client, server, likelihood):
         values, ids = row.topk(3)
         want = {decode([token]): value for token, value in zip(ids.tolist(), values.tolist(), strict=True)}
         assert top == pytest.approx(want, abs=1e-3) and next(iter(top)) == text
-    messages = [{"role": "user", "content": PROMPT}]
-    told = dict(messages=messages, max_tokens=7, return_token_ids=True, **GREEDY)
+    told = dict(messages=[dict(role="user", content=PROMPT)], max_tokens=7, return_token_ids=True, **GREEDY)
     whole = client.ask("/v1/chat/completions", told)[2]
     chunks = events(client.ask("/v1/chat/completions", {**told, "stream": True})[2])
     assert whole["prompt_token_ids"] == prompt and whole["choices"][0]["token_ids"] == tokens.token_ids
     assert [one.get("prompt_token_ids") for one in chunks] == [prompt, *[None] * (len(chunks) - 1)]
     assert [token for one in chunks for token in one["choices"][0].get("token_ids", [])] == tokens.token_ids
-    asked = dict(messages=messages, max_tokens=7, logprobs=True, top_logprobs=3, stream=True, **GREEDY)
-    chunks = client.openai.chat.completions.create(**asked)
+    chunks = client.chat(max_tokens=7, logprobs=True, top_logprobs=3, stream=True)
     listed = [one for chunk in chunks if (found := chunk.choices[0].logprobs) for one in found.content]
     for one, top in zip(listed, answer.choices[0].logprobs.top_logprobs, strict=True):
         assert {likely.token: likely.logprob for likely in one.top_logprobs} == pytest.approx(top, abs=1e-3)
-    sampled = client.openai.completions.create(
-        model="demo", prompt=PROMPT, temperature=2, seed=1, max_tokens=7, logprobs=1
-    )
+    sampled = client.complete(temperature=2, seed=1, max_tokens=7, logprobs=1)
     tops = sampled.choices[0].logprobs.top_logprobs
     assert all(len(top) in (1, 2) for top in tops) and any(len(top) == 2 for top in tops)
 
@@ -235,7 +227,7 @@ def test_every_answer_has_the_id_of_its_request(client):
         assert client.ask(path, body, X_Request_Id="mine")[1]["x-request-id"] == "mine"
         assert len({client.ask(path, body)[1]["x-request-id"] for _ in range(2)}) == 2
     with pytest.raises(openai.BadRequestError) as refused:
-        client.openai.completions.create(model="demo", prompt="x", max_tokens=-1)
+        client.complete(max_tokens=-1)
     assert refused.value.request_id
 
 
@@ -410,21 +402,13 @@ def test_a_connection_without_a_request_is_closed(monkeypatch):
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    bound = socket.create_server(("127.0.0.1", 0))
-    made = uvicorn.Server(uvicorn.Config(answer, lifespan="off", log_config=None, ws="none", http=serve.protocol()))
-    thread = threading.Thread(target=made.run, args=([bound],))
-    thread.start()
-    try:
-        with socket.create_connection(bound.getsockname(), timeout=20) as half:
+    with answering(answer, http=serve.protocol()) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as half:
             half.sendall(b"GET / HTTP/1.1\r\nHost")
             assert half.recv(99) == b""
-        with socket.create_connection(bound.getsockname(), timeout=20) as whole:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as whole:
             whole.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
             assert b"204" in whole.recv(99)
-    finally:
-        made.should_exit = True
-        thread.join()
-        bound.close()
 
 
 def test_the_key_may_come_from_a_file_or_the_environment(tmp_path, monkeypatch):

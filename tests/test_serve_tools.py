@@ -97,7 +97,7 @@ def answering(server, monkeypatch):
 def streamed(client, **body) -> tuple[dict, str]:
     """A stream as one message, and its finish_reason."""
     message: dict = {"tool_calls": []}
-    for chunk in client.openai.chat.completions.create(model="demo", stream=True, **body):
+    for chunk in client.chat(stream=True, **body):
         (choice,) = chunk.choices
         for name in ("content", "reasoning_content"):
             message[name] = message.get(name, "") + (getattr(choice.delta, name, None) or "")
@@ -111,7 +111,7 @@ def streamed(client, **body) -> tuple[dict, str]:
 
 def test_calls_and_reasoning_at_once_and_in_a_stream(answering):
     client, body = answering(CALLS), dict(messages=[USER], tools=[TOOL, OTHER])
-    answer = client.openai.chat.completions.create(model="demo", **body).choices[0]
+    answer = client.chat(**body).choices[0]
     assert answer.finish_reason == "tool_calls" and answer.message.content == "Let me."
     assert answer.message.reasoning_content == answer.message.reasoning == "Hm."
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
@@ -128,14 +128,11 @@ def test_an_answer_without_calls_is_its_text(answering):
     text = "<think>Hm.</think>\n\nif a < b: <tool> \n"
     message, finished = streamed(answering(text), messages=[USER], tools=[TOOL])
     assert (message["content"], finished, message["tool_calls"]) == ("if a < b: <tool> \n", "stop", [])
-    plain = answering(CALLS).openai.chat.completions.create(
-        model="demo", messages=[USER], tools=[TOOL], tool_choice="none", extra_body={"include_reasoning": False}
-    )
+    asked = dict(messages=[USER], tools=[TOOL])
+    plain = answering(CALLS).chat(**asked, tool_choice="none", extra_body={"include_reasoning": False})
     assert "<tool_call>" in plain.choices[0].message.content and plain.choices[0].finish_reason == "stop"
     assert plain.choices[0].message.reasoning_content is None
-    cut = answering(CALLS[:70], finished="length").openai.chat.completions.create(
-        model="demo", messages=[USER], tools=[TOOL]
-    )
+    cut = answering(CALLS[:70], finished="length").chat(**asked)
     assert cut.choices[0].finish_reason == "length"
 
 
@@ -147,7 +144,7 @@ def test_reasoning_may_stay_in_the_content(answering):
     deltas = {True: [], False: []}
     for separate, found in deltas.items():
         extra = dict(separate_reasoning=separate)
-        chunks = client.openai.chat.completions.create(model="demo", messages=[USER], stream=True, extra_body=extra)
+        chunks = client.chat(messages=[USER], stream=True, extra_body=extra)
         found += [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas[False]) == text
     assert {delta.reasoning_content for delta in deltas[False]} == {None}  # it is there, as from SGLang
@@ -159,9 +156,9 @@ def test_reasoning_may_stay_in_the_content(answering):
 @pytest.mark.parametrize(("end", "rest"), [("</think>\n\n", "Hi there, you"), ("", "")])
 def test_reasoning_may_come_in_one_chunk(answering, end, rest):
     thoughts = "Hm, that takes several pieces, as I think."
-    client, body = answering(f"<think>{thoughts}{end}{rest}"), dict(model="demo", messages=[USER])
+    client, body = answering(f"<think>{thoughts}{end}{rest}"), dict(messages=[USER])
     for in_pieces in (True, False):
-        chunks = client.openai.chat.completions.create(**body, stream=True, extra_body={"stream_reasoning": in_pieces})
+        chunks = client.chat(**body, stream=True, extra_body={"stream_reasoning": in_pieces})
         deltas = [chunk.choices[0].delta for chunk in chunks]
         found = [delta.reasoning_content for delta in deltas if delta.reasoning_content]
         assert "".join(found) == thoughts and (len(found) > 1) == in_pieces
@@ -268,14 +265,14 @@ def test_calls_that_must_come_fit_their_schema(server, choice, finished):
                 parallel_tool_calls=False, response_format={"type": "json_object"})  # fmt: skip
     if choice == "required":
         body["logit_bias"] = {str(server.inference.tokenizer("g").input_ids[0]): -100}
-    answer = server.client.openai.chat.completions.create(model="demo", **body).choices[0]
+    answer = server.client.chat(**body).choices[0]
     (call,) = answer.message.tool_calls
     arguments = json.loads(call.function.arguments)
     assert (answer.finish_reason, answer.message.content, call.function.name) == (finished, None, "h")
     assert arguments.keys() == {"a", "b"} and arguments["a"] in ("x", "y")
     message, ended = streamed(server.client, **body)
     assert (message["tool_calls"], message["content"], ended) == ([["h", call.function.arguments]], "", finished)
-    cut = server.client.openai.chat.completions.create(model="demo", **{**body, "max_tokens": 1}).choices[0]
+    cut = server.client.chat(**{**body, "max_tokens": 1}).choices[0]
     assert (cut.finish_reason, cut.message.tool_calls, cut.message.content) == ("length", None, "")
 
 
@@ -396,7 +393,7 @@ def test_calls_that_must_come_have_the_form_of_the_template(server, monkeypatch,
     monkeypatch.setattr(server.prompts, "chat_template", HERMES_TEMPLATE.replace("think", ""))
     body = dict(messages=[USER], tools=[MUST], tool_choice=choice, max_tokens=80, temperature=0, logprobs=True,
                 parallel_tool_calls=False)  # fmt: skip
-    answer = server.client.openai.chat.completions.create(model="demo", **body).choices[0]
+    answer = server.client.chat(**body).choices[0]
     (call,) = answer.message.tool_calls
     assert json.loads(call.function.arguments)["a"] in ("x", "y") and answer.message.content is None
     said = "".join(place.token for place in answer.logprobs.content)
@@ -406,11 +403,11 @@ def test_calls_that_must_come_have_the_form_of_the_template(server, monkeypatch,
 def test_a_strict_call_that_the_model_chose_fits_its_schema(server, monkeypatch):
     pytest.importorskip("llguidance", reason="it reads grammars")
     monkeypatch.setattr(server.prompts, "chat_template", "{{ tools and 'x = ' }}{# <|start_header_id|> parameters #}")
-    body = dict(model="demo", messages=[USER], tools=[MUST], max_tokens=60, temperature=0, parallel_tool_calls=False)
-    free = server.client.openai.chat.completions.create(**body).choices[0]
+    body = dict(messages=[USER], tools=[MUST], max_tokens=60, temperature=0, parallel_tool_calls=False)
+    free = server.client.chat(**body).choices[0]
     assert free.message.tool_calls is None and free.message.content
     brace = {str(server.inference.tokenizer("{").input_ids[0]): 100}  # which begins a call
-    called = server.client.openai.chat.completions.create(**body, logit_bias=brace).choices[0]
+    called = server.client.chat(**body, logit_bias=brace).choices[0]
     (call,) = called.message.tool_calls
     assert called.finish_reason == "tool_calls" and json.loads(call.function.arguments)["a"] in ("x", "y")
 
@@ -493,4 +490,4 @@ def test_tools_that_make_no_sense_are_refused_by_name(server, body, param, messa
 def test_templates_without_tools_refuse_them(answering, server, template, message):
     client = answering("x", template)
     with pytest.raises(openai.BadRequestError, match=message):
-        client.openai.chat.completions.create(model="demo", messages=[USER], tools=[TOOL])
+        client.chat(messages=[USER], tools=[TOOL])

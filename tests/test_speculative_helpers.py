@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from eagle_triton import inference as speculative
@@ -38,6 +38,7 @@ from eagle_triton.inference.costs import CostTable, StepCosts
 from eagle_triton.inference.policy import TreePolicy, tree_sizes
 from eagle_triton.reference import integrators as reference
 from eagle_triton.reference import tree_decoding
+from tests.tiny_tokenizers import byte_tokenizer
 from tools import cost_tables
 
 # --- configuration ---
@@ -297,11 +298,7 @@ def test_padding_and_powers():
 @pytest.fixture(scope="module")
 def bytes_tokenizer():
     """One token for every byte: each character beyond ASCII is split over several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")

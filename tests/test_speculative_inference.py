@@ -17,6 +17,7 @@ from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.inference.costs import CostTable
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.models.target import cache_argument
+from tests.test_speculative_session import finish
 from tests.tiny import random_prompt, tiny_model
 
 FIXED = EAGLEConfig(fallback=False)
@@ -334,10 +335,8 @@ def test_filters_beside_temperature_0_change_nothing(strategy):
     with eagle.session(rows=64) as session:
         session.submit(prompts[0], 12, temperature=0.0, **filters)
         session.submit(prompts[1], 12, sampling=SamplingParams(**filters))
-        found = {}
-        while not session.idle:
-            found |= {piece.index: piece.completion.tokens for piece in session.step() if piece.completion}
-    assert [found[0], found[1]] == greedy
+        found = finish(session)
+    assert [found[0].tokens, found[1].tokens] == greedy
 
 
 # --- text ---
@@ -422,10 +421,7 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
     for (prompt, _), distribution in zip(kinds, distributions, strict=True):
         with eagle.session(rows=60, slots=1) as session:
             session.submit(prompt, 14, distribution, stop_token_ids=())
-            pieces = []
-            while not session.idle:
-                pieces += session.step()
-            alone.append(pieces[-1].completion.tokens)
+            alone.append(finish(session)[0].tokens)
     wanted, got, memory = {}, {}, []
     with eagle.session(rows=60, slots=16) as session:
         while len(got) < 100:
@@ -619,23 +615,19 @@ def test_two_draft_steps_from_one_prefix_are_independent(kind, length):
 
 
 def test_models_that_do_not_fit_are_refused():
-    model = tiny_model()
-    with pytest.raises(ValueError, match="vocabulary"):
-        EAGLEInference(tiny_model(vocab=48).base_model, model)
-    with pytest.raises(ValueError, match="vocabulary"):
-        EAGLEInference(tiny_model(vocab=48).ea_layer, model.base_model)
-    with pytest.raises(ValueError, match="the target has no head"):
-        EAGLEInference(None, model.base_model)
-    with pytest.raises(TypeError, match="target_model"):
-        EAGLEInference(model.ea_layer, 7)
-    with pytest.raises(TypeError, match="draft_model is a path, so target_model must be one too"):
-        EAGLEInference("some/head", model.base_model)
-    with pytest.raises(ValueError, match="topk .* must be at most .*, the draft's vocabulary"):
-        EAGLEInference(None, model, EAGLEConfig(topk=21))
-    with pytest.raises(ValueError, match="causal language model"):
-        EAGLEInference(torch.nn.Linear(2, 2), model.base_model)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        EAGLEInference(None, "./missing")
+    model, other = tiny_model(), tiny_model(vocab=48)
+    for draft, target, config, error, message in (
+        (other.base_model, model, None, ValueError, "vocabulary"),
+        (other.ea_layer, model.base_model, None, ValueError, "vocabulary"),
+        (None, model.base_model, None, ValueError, "the target has no head"),
+        (model.ea_layer, 7, None, TypeError, "target_model"),
+        ("some/head", model.base_model, None, TypeError, "draft_model is a path, so target_model must be one too"),
+        (None, model, EAGLEConfig(topk=21), ValueError, "topk .* must be at most .*, the draft's vocabulary"),
+        (torch.nn.Linear(2, 2), model.base_model, None, ValueError, "causal language model"),
+        (None, "./missing", None, FileNotFoundError, "missing"),
+    ):
+        with pytest.raises(error, match=message):
+            EAGLEInference(draft, target, config)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="there is no GPU"):
             EAGLEInference(None, model, device="cuda")

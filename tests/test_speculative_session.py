@@ -16,6 +16,7 @@ from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.models.mtp import load_mtp
 from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.operands.verification import Verification
+from tests.failing import failing
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
 
@@ -40,17 +41,6 @@ def finish(session, pieces=()):
     return {piece.index: piece.completion for piece in pieces if piece.completion is not None}
 
 
-def fail_once(monkeypatch, owner, name, error):
-    """Let `owner.name` raise at its next call, and be itself from then on."""
-    original = getattr(owner, name)
-
-    def call(*args, **kwargs):
-        monkeypatch.setattr(owner, name, original)
-        raise error
-
-    monkeypatch.setattr(owner, name, call)
-
-
 # --- closing ---
 
 
@@ -67,13 +57,6 @@ def test_a_closed_session_refuses_everything_and_closes_again(eagle):
         with pytest.raises(RuntimeError, match="another generation"):
             eagle.generate([[1, 2]], 2)
         assert other.submit([1, 2, 3], 3) == 0 and len(finish(other)[0].tokens) == 3
-    eagle.generate([[1, 2]], 2)
-
-
-def test_close_without_a_with(eagle):
-    session = eagle.session(rows=64)
-    session.close()
-    session.close()
     eagle.generate([[1, 2]], 2)
 
 
@@ -239,7 +222,8 @@ def test_completions_are_not_lost_when_the_step_behind_them_raises(eagle, monkey
     with eagle.session(rows=32) as session:
         session.submit(random_prompt(40)[0], 5)  # cannot fit
         session.submit(random_prompt(9)[0], 5)
-        fail_once(monkeypatch, session._batch, "step", RuntimeError("a cable was pulled"))
+        error = RuntimeError("a cable was pulled")
+        monkeypatch.setattr(session._batch, "step", failing(session._batch.step, error, 1))
         with pytest.raises(RuntimeError, match="cable"):
             session.step()
         assert not session.idle
@@ -272,7 +256,7 @@ def test_a_request_is_in_line_until_it_has_entered(eagle, monkeypatch, error):
     with eagle.session(rows=32) as session:
         session.submit(random_prompt(40)[0], 5)
         index = session.submit(prompt, 5)
-        fail_once(monkeypatch, session._batch, "enter_all", error)
+        monkeypatch.setattr(session._batch, "enter_all", failing(session._batch.enter_all, error, 1))
         with pytest.raises(type(error)):
             session.step()
         assert not session.idle and session._waiting

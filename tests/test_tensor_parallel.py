@@ -55,12 +55,15 @@ HIDDEN = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Of ranks on the CPU: transformers puts them on GPUs where there are any."""
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+SERVE = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
+SERVERS = [*TORCHRUN, "2", "--no-python", sys.executable, "-c", SERVE, "--device", "cpu"]
+
+
 def started_by_torchrun(*command, ranks=2, **environment):
     """Exit status of torchrun, and what some processes print and write to stderr."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*launcher, *command], cwd=ROOT, env=ENVIRONMENT | environment, timeout=SECONDS, text=True, capture_output=True
-    )
+    command, env = [*TORCHRUN, str(ranks), *command], ENVIRONMENT | environment
+    done = subprocess.run(command, cwd=ROOT, env=env, timeout=SECONDS, text=True, capture_output=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -234,20 +237,12 @@ def test_ranks_are_compared_with_one_process_by_a_command(torchrun, tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun cannot ask a process there to end")
 def test_rank_0_serves_what_all_share():
     pytest.importorskip("uvicorn", reason='pip install ".[serve,test]"')
-    script = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    serve = [sys.executable, "-c", script, "--device", "cpu", "--port", "0", "--max-num-seqs", "1"]
     body = {"prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
     expected = EAGLEInference.from_pretrained("demo", device="cpu").generate(
         body["prompt"], body["max_tokens"], temperature=0.0
     )[1]
-    with subprocess.Popen(
-        [*launcher, *serve],
-        cwd=ROOT,
-        env=HIDDEN,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as servers:
+    command = [*SERVERS, "--port", "0", "--max-num-seqs", "1"]
+    with subprocess.Popen(command, cwd=ROOT, env=HIDDEN, stderr=subprocess.PIPE, text=True) as servers:
         log = []
         try:
             url = f"http://127.0.0.1:{port_of(servers, log)}/v1/completions"
@@ -266,18 +261,9 @@ def test_rank_0_serves_what_all_share():
 def test_a_server_that_cannot_listen_ends_all_ranks():
     """Also those that wait for rank 0 to load, and not only when torchrun kills them after 30 seconds."""
     pytest.importorskip("uvicorn", reason='pip install ".[serve,test]"')
-    script = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     with socket.create_server(("127.0.0.1", 0)) as other:
-        serve = [sys.executable, "-c", script, "--device", "cpu", "--port", str(other.getsockname()[1])]
-        start = time.monotonic()
-        done = subprocess.run(
-            [*launcher, *serve],
-            cwd=ROOT,
-            env=HIDDEN,
-            capture_output=True,
-            text=True,
-        )
+        command, start = [*SERVERS, "--port", str(other.getsockname()[1])], time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, env=HIDDEN, capture_output=True, text=True)
     assert done.returncode and "cannot listen on" in done.stderr
     assert not re.search(r"exitcode +: -9", done.stderr), done.stderr
     assert time.monotonic() - start < SECONDS

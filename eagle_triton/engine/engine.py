@@ -80,19 +80,6 @@ class SplitStep:
             part()
 
 
-class Hold:
-    """The right to an engine. Releasing it twice does nothing."""
-
-    def __init__(self, lock: threading.Lock):
-        self._lock, self._held = lock, True
-
-    def release(self) -> None:
-        """Give the engine back."""
-        if self._held:
-            self._held = False
-            self._lock.release()
-
-
 @dataclass
 class Engine:
     """Decodes with one model. Holds references to the model's parts, and the states and graphs of the shapes used.
@@ -197,11 +184,11 @@ class Engine:
         self.ops.on_kernel_error = hook
         return other
 
-    def acquire(self) -> Hold:
-        """Claim the engine until the hold is released. Raises RuntimeError if it is claimed already."""
+    def acquire(self) -> Callable[[], None]:
+        """Claim the engine. Returns what gives it back, to be called once. Raises RuntimeError if it is claimed."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(_BUSY)
-        return Hold(self._lock)
+        return self._lock.release
 
     def check_free(self) -> None:
         """Raise RuntimeError if the engine is claimed. Call this before ranks exchange anything."""

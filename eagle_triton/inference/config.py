@@ -169,9 +169,8 @@ class EAGLEConfig(EngineOptions):
             return
         if not isinstance(self.speculative, SpeculativeConfig):
             raise TypeError(f"speculative must be a SpeculativeConfig or None, got {self.speculative!r:.60}")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in (*TREE, *VERIFICATION, "suffix_drafts"):
-            if getattr(self, name) != defaults[name]:
+            if getattr(self, name) != getattr(EAGLEConfig, name):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} goes with speculative, which you also gave: set it there"
                 )

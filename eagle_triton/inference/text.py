@@ -103,7 +103,7 @@ class TextStream:
             return self._add(fresh)
         held = self._held + fresh
         found = [(place, stop) for stop in self.stop_strings if (place := held.find(stop)) >= 0]
-        end = len(held) if last else len(held) - self._beginning(held)
+        end = len(held) if last else len(held) - beginning_at_end(held, self.stop_strings)
         if found:
             end, self.stop_string = min(found)
         self._held = "" if found else held[end:]
@@ -113,12 +113,6 @@ class TextStream:
         self._pieces.append(piece)
         self._released += len(piece)
         return piece
-
-    def _beginning(self, text: str) -> int:
-        """How many characters at the end of `text` may begin a stop string."""
-        longest = max(map(len, self.stop_strings), default=1) - 1
-        counts = range(min(longest, len(text)), 0, -1)
-        return next((n for n in counts if any(stop.startswith(text[-n:]) for stop in self.stop_strings)), 0)
 
     def _decoded(self) -> str:
         return self._tokenizer.decode(
@@ -130,6 +124,13 @@ class TextStream:
         text = self._decoded()
         whole = text.rstrip(BROKEN)
         return whole if len(text) - len(whole) <= MAX_BROKEN else text[:-MAX_BROKEN]
+
+
+def beginning_at_end(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of `text` may begin one of the markers."""
+    longest = max(map(len, markers), default=1) - 1
+    counts = range(min(longest, len(text)), 0, -1)
+    return next((n for n in counts if any(marker.startswith(text[-n:]) for marker in markers)), 0)
 
 
 def check_stop_strings(stop_strings: Sequence[str]) -> None:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from eagle_triton.inference.text import beginning_at_end
+
 CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning", "call", "arguments"
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -150,7 +152,7 @@ class AnswerReader:
         """Take the text before the first of the markers, and that marker; "" if none has come. Text that may begin a
         marker stays."""
         places = [(self._held.find(marker), marker) for marker in markers if marker in self._held]
-        place, marker = min(places, default=(len(self._held) - _beginning(self._held, markers), ""))
+        place, marker = min(places, default=(len(self._held) - beginning_at_end(self._held, markers), ""))
         text, self._held = self._held[:place], self._held[place + len(marker) :]
         return text, marker
 
@@ -271,10 +273,3 @@ class AnswerReader:
         text, end = self._until(HARMONY_ENDS)
         self._add(self._kind, text)
         return bool(end) and self._go_on(self._read_header)
-
-
-def _beginning(text: str, markers: tuple[str, ...]) -> int:
-    """The number of characters at the end of a text that may begin a marker."""
-    longest = max(map(len, markers), default=1) - 1
-    counts = range(min(longest, len(text)), 0, -1)
-    return next((n for n in counts if any(marker.startswith(text[-n:]) for marker in markers)), 0)

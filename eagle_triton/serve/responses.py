@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class ResponseStore:
     """The last `KEPT` responses, in memory."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: dict[str, _Kept] = {}  # the oldest first
 
     def put(
         self,

@@ -305,8 +305,20 @@ class ScoringDraft(Draft):
 
     def grow_with(self, ops: Operations, state: DecodeState, found: RepeatDrafts, estimates: Tensor) -> None:
         """`grow` with drafts from earlier text, and their scores [B, J], in the same tree."""
-        spec, candidates = state.spec, self.candidates(ops, state)
-        both = ops.graft(*candidates, spec.top_k, found, estimates)
+        self.build_grafted(ops, state, self.candidates(ops, state), None, found, estimates)
+
+    def build_grafted(
+        self,
+        ops: Operations,
+        state: DecodeState,
+        candidates: Candidates,
+        parents: Tensor | None,
+        found: RepeatDrafts,
+        estimates: Tensor,
+    ) -> None:
+        """Build the tree of these candidates and of drafts from earlier text. parents: see `ops.graft`."""
+        spec = state.spec
+        both = ops.graft(*candidates, spec.top_k, found, estimates, parents=parents)
         ops.build_tree(
             state.tokens,
             both.candidates,

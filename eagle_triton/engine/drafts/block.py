@@ -351,19 +351,8 @@ class BlockDraft(ScoringDraft):
             return
         spec = state.spec
         tokens, parents, _, _, scores = self._best_first(ops, state, 1 + min(spec.drafts, spec.candidates))
-        beams = tokens[:, :0]  # all candidates name their parents
-        both = ops.graft(tokens[:, 1:], scores[:, 1:], beams, spec.top_k, found, estimates, parents=parents[:, 1:])
-        ops.build_tree(
-            state.tokens,
-            both.candidates,
-            both.scores,
-            beams,
-            spec.nodes,
-            spec.top_k,
-            grafted=both.parents,
-            lengths=state.lengths,
-            out=state.tree,
-        )
+        drafted = Candidates(tokens[:, 1:], scores[:, 1:], tokens[:, :0])  # no beams: all name their parents
+        self.build_grafted(ops, state, drafted, parents[:, 1:], found, estimates)
 
     def _best_first(
         self, ops: Operations, state: DecodeState, nodes: int, out: Tree | None = None

@@ -13,7 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -272,25 +272,20 @@ class PagePool:
         self._pages = pages
 
 
-class PrefixKeys(NamedTuple):
-    """The keys of a prompt's full pages, in order."""
+def prefix_keys(tokens: Tensor, seed: bytes = b"", known: Sequence[bytes] = ()) -> list[bytes]:
+    """The keys of a prompt's full pages, in order. tokens: [L] int64 on the host. The last token's row is always
+    computed, so it is in no page with a key.
 
-    keys: list[bytes]
-
-    @staticmethod
-    def of(tokens: Tensor, seed: bytes = b"", known: Sequence[bytes] = ()) -> PrefixKeys:
-        """Of tokens [L] int64 on the host. The last token's row is always computed, so it is in no page with a key.
-
-        A page's key depends on all tokens up to the one after the page, because a head's last row there reads it.
-        seed: what else the rows depend on. known: the first keys, if they were computed before.
-        """
-        keys, values = list(known), tokens.numpy()
-        for page in range(len(keys), (len(tokens) - 1) // PAGE_ROWS):
-            first = page * PAGE_ROWS
-            before = keys[-1] if keys else seed
-            covered = values[first : first + PAGE_ROWS + 1].tobytes()
-            keys.append(hashlib.blake2b(before + covered, digest_size=16).digest())
-        return PrefixKeys(keys)
+    A page's key depends on all tokens up to the one after the page, because a head's last row there reads it.
+    seed: what else the rows depend on. known: the first keys, if they were computed before.
+    """
+    keys, values = list(known), tokens.numpy()
+    for page in range(len(keys), (len(tokens) - 1) // PAGE_ROWS):
+        first = page * PAGE_ROWS
+        before = keys[-1] if keys else seed
+        covered = values[first : first + PAGE_ROWS + 1].tobytes()
+        keys.append(hashlib.blake2b(before + covered, digest_size=16).digest())
+    return keys
 
 
 class SlotPages:
@@ -327,8 +322,8 @@ class SlotPages:
         """A slot's pages."""
         return self._held[slot]
 
-    def take(self, rows: Mapping[int, int], beginnings: Mapping[int, PrefixKeys]) -> dict[int, int]:
-        """Give slots without pages enough for `rows`. Slots with `beginnings` share the pages that hold these.
+    def take(self, rows: Mapping[int, int], prefixes: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
+        """Give slots without pages enough for `rows`. Slots share the pages whose keys are in `prefixes`.
 
         The tables do not change until `write`. Returns how many pages each slot shares. Raises CacheFullError, and
         takes nothing, if there are not enough.
@@ -336,7 +331,7 @@ class SlotPages:
         found = {}
         try:
             for slot, count in rows.items():
-                pages, keys = self._held[slot], beginnings[slot].keys if slot in beginnings else []
+                pages, keys = self._held[slot], prefixes.get(slot, ())
                 assert not pages, f"slot {slot} has pages already"
                 for key in keys:
                     page = self.pool.find(key)
@@ -366,9 +361,9 @@ class SlotPages:
         where = upload(list(slots), torch.int64, self.table.device)
         self.table[where, :width] = upload(rows, torch.int32, self.table.device)
 
-    def keep(self, slot: int, beginning: PrefixKeys) -> None:
+    def keep(self, slot: int, prefix: Sequence[bytes]) -> None:
         """Let a slot's pages be found by these keys; their rows are computed."""
-        for page, key in zip(self._held[slot], beginning.keys, strict=False):
+        for page, key in zip(self._held[slot], prefix, strict=False):
             self.pool.name(page, key, unread=False)
 
     def give(self, *slots: int, forget: bool = False) -> list[int]:

@@ -74,13 +74,12 @@ class Batch(BatchSlots):
         verification = engine.verification if verification is None else verification
         self.prompt_tokens = prompt_tokens
         self._came = 0  # requests that were numbered here
-        hold = engine.acquire()
-        self.close = weakref.finalize(self, hold.release)  # also when the batch is dropped
+        self.close = weakref.finalize(self, engine.acquire())  # also when the batch is dropped
         try:
             options = StepOptions(drafts, logprobs, report_drafts, verification, judge)
             super().__init__(engine, slots, spec, rows, options)
         except BaseException:
-            hold.release()
+            self.close()
             raise
 
     @staticmethod

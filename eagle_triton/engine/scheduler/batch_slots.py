@@ -14,7 +14,7 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
 from eagle_triton.engine.memory.by_slot import slices_of
-from eagle_triton.engine.memory.pages import CacheFullError, PrefixKeys
+from eagle_triton.engine.memory.pages import CacheFullError, prefix_keys
 from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks
 from eagle_triton.engine.scheduler.page_budget import PageBudget
@@ -175,7 +175,7 @@ class BatchSlots:
             pages.give(*reversed(slots))
             raise
         with self._must_finish():
-            shared = {slot: pages.of(slot)[: len(entry.prefix.keys)] for slot, entry in entering.items()}
+            shared = {slot: pages.of(slot)[: len(entry.prefix)] for slot, entry in entering.items()}
             alone = [slot for slot, entry in entering.items() if entry.request.read_alone]
             self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared, alone)
             for slot, entry in entering.items():
@@ -202,12 +202,12 @@ class BatchSlots:
             where = upload(list(entering), torch.int64, self.sequences.device)
             self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]
 
-    def _prefix_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> PrefixKeys:
+    def _prefix_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> list[bytes]:
         """The keys of pages with these tokens; none if pages are not shared, or if the request has embeddings or is
         read alone."""
         if not self._prefill.share or request.read_alone:
-            return PrefixKeys([])
-        return PrefixKeys.of(tokens, b"plain" if self._draft is None else b"drafts", known)
+            return []
+        return prefix_keys(tokens, b"plain" if self._draft is None else b"drafts", known)
 
     def _read_prompts(self, most: int | None) -> int:
         """Launch the next forward over prompts, of about `most` tokens, and return how many it reads.
@@ -300,7 +300,7 @@ class BatchSlots:
             raise CacheFullError("the cache is full, and requests with a judge cannot be paused: raise cache_tokens")
         entry = self.request(slot)
         tokens = entry.first(self.lengths[slot])
-        prefix = self._prefix_of(entry.request, tokens, entry.prefix.keys)
+        prefix = self._prefix_of(entry.request, tokens, entry.prefix)
         wait_for_all(self.sequences.device, self.engine.view.ranks)
         root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
         with self._must_finish():
@@ -345,7 +345,7 @@ class BatchSlots:
             self._draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
         if entry is not None and entry.decodes and self.chooser.plain_steps is None and not wipe:
             tokens = entry.first(self.lengths[slot])
-            self.sequences.pages.keep(slot, self._prefix_of(entry.request, tokens, entry.prefix.keys))
+            self.sequences.pages.keep(slot, self._prefix_of(entry.request, tokens, entry.prefix))
         if entry is not None:
             self.in_flight.forget(entry)
             entry.slot = -1

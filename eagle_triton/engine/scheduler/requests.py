@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.grammar import GrammarError, Matcher
-from eagle_triton.engine.memory.pages import PrefixKeys
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import ERROR, LENGTH, STOP, Verification
@@ -103,7 +102,7 @@ class RunningRequest:
         self.request, self.index = request, index
         self.slot = -1
         self.prompt = request.prompt.to("cpu", copy=True)  # the caller may overwrite the original
-        self.prefix = PrefixKeys([])
+        self.prefix: list[bytes] = []
         self.tokens: list[int] = []
         self.decodes = self.paused = False
         self.root, self.steps = -1, 0
@@ -128,7 +127,7 @@ class RunningRequest:
                 self.failure = str(error)
         return self.failure is None
 
-    def pause(self, tokens: Tensor, prefix: PrefixKeys, root: int) -> None:
+    def pause(self, tokens: Tensor, prefix: list[bytes], root: int) -> None:
         """Wait for pages. Then read `tokens` again, unless pages are found by `prefix`, and go on with `root` (-1: not
         chosen)."""
         self.prompt, self.prefix, self.root = tokens, prefix, root

@@ -1,0 +1,19 @@
+"""Functions that fail when a test says so."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+
+def failing(function: Callable, error: BaseException | type[BaseException], *at: int) -> Callable:
+    """The function, but its calls of these numbers, from 1, raise the error in its place."""
+    calls = itertools.count(1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) in at:
+            raise error
+        return function(*args, **kwargs)
+
+    return call
