@@ -33,6 +33,7 @@ from eagle_triton.families import own_ea_model as native
 from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models import shapes
 from eagle_triton.reference import verification
+from tests.refusals import refused
 from tests.tiny import random_prompt, tiny_model
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
@@ -389,21 +390,11 @@ def test_histogram():
     assert accepted_histogram(runs) == {0: 1, 1: 2, 2: 1}
 
 
-def refused(arguments, capsys):
-    """The one line that a wrong call prints."""
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.main(arguments)
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert stopped.value.code == 2 and not printed.out
-    return line
-
-
 def test_upstream_that_does_not_import_says_what_it_needs(tmp_path, capsys):
     model = tmp_path / "eagle" / "model"
     model.mkdir(parents=True)
     (model / "ea_model.py").write_text("raise ImportError('no LossKwargs')")
-    assert "transformers 4.53.x" in refused(["--shape", "tiny", "--upstream", str(tmp_path)], capsys)
+    assert "transformers 4.53.x" in refused(capsys, benchmark.main, "--shape", "tiny", "--upstream", tmp_path)
 
 
 def test_positions_are_those_of_the_shapes_and_the_demo():
@@ -528,7 +519,7 @@ def wrong_greedy(logits, tokens, parents, depth, *, nan=None):
 @pytest.mark.parametrize("mode", ["step", "batches"])
 def test_what_decodes_wrongly_is_not_timed(mode, monkeypatch, capsys):
     monkeypatch.setattr(Operations, "verify_greedy", staticmethod(wrong_greedy))
-    message = refused(MODES[mode], capsys)
+    message = refused(capsys, benchmark.main, *MODES[mode])
     assert "is not the target's" in message and "nothing is timed" in message
 
 

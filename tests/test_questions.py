@@ -10,6 +10,7 @@ from eagle_triton.benchmarks import models, questions
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.questions import acceptance_rates
 from eagle_triton.demo import demo_directory
+from tests.refusals import refused
 
 RUN = ["questions", "--device", "cpu", "--category", "docstring", "--max-length", "8", "--json"]
 GOOD = {"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": ["not read"]}
@@ -24,13 +25,8 @@ def run(capsys, *options, code=0):
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys, *options):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.main([*RUN, *map(str, options)])
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert stopped.value.code == 2 and not printed.out
-    return line.removeprefix("benchmark.py questions: ")
+def refusal(capsys, *options):
+    return refused(capsys, benchmark.main, *RUN, *options).removeprefix("benchmark.py questions: ")
 
 
 # --- question files ---
@@ -67,7 +63,7 @@ def test_a_file_as_mt_bench_has_it(tmp_path):
 def test_a_bad_file_is_named_with_its_line(text, message, tmp_path, capsys):
     file = tmp_path / "q.jsonl"
     file.write_bytes(text)
-    assert refused(capsys, "--questions", file).startswith(f"--questions: {file}{message}")
+    assert refusal(capsys, "--questions", file).startswith(f"--questions: {file}{message}")
 
 
 def test_our_own_questions():
@@ -115,7 +111,7 @@ def test_our_own_questions():
 )
 def test_what_cannot_be_is_refused(options, message, capsys):
     before = OWN_QUESTIONS.read_bytes()
-    assert refused(capsys, *options).startswith(message)
+    assert refusal(capsys, *options).startswith(message)
     assert OWN_QUESTIONS.read_bytes() == before
 
 
@@ -183,7 +179,7 @@ def test_what_was_measured_is_not_measured_again(swept, monkeypatch, capsys):
 )
 def test_results_of_something_else_are_refused(options, difference, swept, capsys):
     file = swept[0] / "r.jsonl"
-    assert refused(capsys, "--results", file, *options).startswith(f"{file} was made with {difference}")
+    assert refusal(capsys, "--results", file, *options).startswith(f"{file} was made with {difference}")
 
 
 def test_an_interrupted_sweep_goes_on(tmp_path, monkeypatch, capsys):

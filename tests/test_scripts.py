@@ -32,6 +32,7 @@ from eagle_triton.cli.settings import MAX_SEED
 from eagle_triton.command_line import Parser
 from eagle_triton.demo import demo_directory
 from eagle_triton.serve import main as serve
+from tests.refusals import refused
 from tools import mutate, remeasure, tune_linear
 from tools.tuning import attention as tuned_attention
 from tools.tuning import products
@@ -341,11 +342,8 @@ def program(name):
 def refuse(command, capsys):
     """The one line on stderr of a call that ends with exit code 2."""
     name, *words = shlex.split(command)
-    with pytest.raises(SystemExit) as stopped:
-        program(name).main(words)
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert stopped.value.code == 2 and not printed.out and line.startswith(name)
+    line = refused(capsys, program(name).main, *words)
+    assert line.startswith(name)
     return line
 
 
