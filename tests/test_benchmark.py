@@ -184,7 +184,8 @@ def test_steps_and_generate_of_a_family(shape, monkeypatch, capsys):
 def test_the_floor_of_a_mixture_is_of_the_experts_that_its_rows_choose(monkeypatch):
     make_small("mixtral-8x7b", monkeypatch)
     model = shapes.random_model("mixtral-8x7b")
-    _, view, draft = models.engine_of(model, model.ea_layer)
+    engine = models.engine_of(model, model.ea_layer)
+    view, draft = engine.view, engine.draft
     sizes = {name: weight.nbytes for name, weight in model.base_model.named_parameters() if "embed" not in name}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     for batch, spec, unread in ((1, PLAIN, 0.75), (2, PLAIN, 0.75**2), (2, TreeSpec.chain(3), 0.75**8)):

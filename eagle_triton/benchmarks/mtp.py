@@ -58,8 +58,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         )
     model, head = random_hybrid(args.hybrid, args.device, dtype)
     vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
-    reading = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
-    engine, view, _ = reading
+    engine = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
+    view = engine.view
     bandwidth = copy_bandwidth(view.device)
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
     contexts = args.context or [512 if view.device.type == "cuda" else 32]
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             target = model if batch == 1 else None
             figures = optimised_step(engine, prompts, spec, SamplingParams(), args.num_runs, target, slots=slots)
             case = {"variant": name, "batch": batch, "slots": slots, "context": context}
-            rows.append(case | beside_floor(figures, reading, spec, batch, bandwidth))
+            rows.append(case | beside_floor(figures, engine, spec, batch, bandwidth))
         engine.clear()
         for context in contexts:
             (prompt,) = random_tokens(view.vocab_size, 1, context, least=1)
