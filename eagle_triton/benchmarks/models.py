@@ -144,9 +144,15 @@ def load_target(args: argparse.Namespace, with_head: bool, block: str | None) ->
             target = Target(causal_lm, causal_lm, None, loading.load_tokenizer(place))
         except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"--model {args.model} cannot be loaded: {sentence(error)}") from error
+    tokenizer_of(target)
+    return target._replace(block=load_block(block, target.causal_lm))
+
+
+def tokenizer_of(target: Any) -> Any:
+    """The tokenizer of an EaModel or a `Target`. Raises ValueError if there is none."""
     if target.tokenizer is None:
         raise ValueError("--model must have a tokenizer, and there is none beside the target")
-    return target._replace(block=load_block(block, target.causal_lm))
+    return target.tokenizer
 
 
 def engine_of(target: Any, head: nn.Module | None, cuda_graph: bool | None = None, **options: Any) -> Engine:
@@ -192,9 +198,8 @@ def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
 
 def encoded(model: EaModel, texts: list[str], new: int) -> list[Tensor]:
     """Token ids [1, L] of each text. Raises ValueError if one is too long for the model, or has no token."""
-    if model.tokenizer is None:
-        raise ValueError("--model must have a tokenizer, and there is none beside the target")
-    found = [model.tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in texts]
+    tokenizer = tokenizer_of(model)
+    found = [tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in texts]
     lengths = [prompt.shape[1] for prompt in found]
     if not min(lengths):
         raise ValueError("--prompt must give at least one token, got none")
