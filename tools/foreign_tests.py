@@ -37,6 +37,7 @@ from eagle_triton.command_line import Parser, existing_directory, output_file, r
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 THREAD_SECONDS = 30  # that a test's threads may go on after it
+QUIETLY = ("-q", "--no-header", "--tb=short", "--disable-warnings", "--continue-on-collection-errors")
 OPTIONS = "EAGLE_TRITON_FOREIGN_TESTS"  # names the file that tells the child what to do
 TRANSFORMERS = (
     "a checkout of transformers at the version that is installed:\n"
@@ -133,17 +134,7 @@ def _run(source: Path, paths: list[str], expression: str | None, options: dict[s
     with tempfile.TemporaryDirectory() as folder:
         told, answer = Path(folder) / "options.json", Path(folder) / "found.json"
         told.write_text(json.dumps(options | {"answer": str(answer)}))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *paths,
-            "-q",
-            "--no-header",
-            "--tb=short",
-            "--disable-warnings",
-            "--continue-on-collection-errors",
-        ]
+        command = [sys.executable, "-m", "pytest", *paths, *QUIETLY]
         command += ["-p", "no:cacheprovider", "-p", "tools.foreign_tests"]
         command += ["-k", expression] if expression else []
         places = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -185,24 +176,11 @@ def report(suite: str, summary: dict[str, Any]) -> str:
     calls, passed = summary["calls"], summary["passed"]
     total = calls["engine"] + calls["original"] + calls["refused"]  # what raised has run on neither
     share = f"{calls['engine'] / total:.0%}" if total else "n/a"
-    headers = (
-        "suite",
-        "tests",
-        "plain",
-        "wrapped",
-        "regressions",
-        "calls",
-        "engine",
-        "share",
-        "original",
-        "refused",
-        "raised",
-    )
-    row = (
-        suite, summary["tests"], passed.get("plain", "-"), passed.get("wrapped", "-"), len(summary["regressions"]),
-        total + calls["raised"], calls["engine"], share, calls["original"], calls["refused"], calls["raised"],
-    )  # fmt: skip
-    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (headers, ["---"] * len(headers), row)]
+    row = {"suite": suite, "tests": summary["tests"]}
+    row |= {way: passed.get(way, "-") for way in ("plain", "wrapped")} | {"regressions": len(summary["regressions"])}
+    row |= {"calls": total + calls["raised"], "engine": calls["engine"], "share": share}
+    row |= {where: calls[where] for where in ("original", "refused", "raised")}
+    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (row, ["---"] * len(row), row.values())]
     lines += ["", *(f"{count:6d}  {reason}" for reason, count in summary["reasons"].items())]
     return "\n".join(["", *lines, *(f"REGRESSION: {test}" for test in summary["regressions"])])
 
