@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, existing_directory, output_file, run_program, some_text
+from eagle_triton.command_line import Parser, existing_directory, option_of, output_file, run_program, some_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -187,9 +187,9 @@ def report(suite: str, summary: dict[str, Any]) -> str:
 
 def _run_comparison(parser: Parser, args: Any) -> int:
     """Tests of ours against foreign code, which skip where that is missing: then nothing is proven."""
-    for option in ("plain", "wrap", "silu", "plain_masks", "stand_ins", "output"):
-        if getattr(args, option):
-            parser.error(f"--{option.replace('_', '-')} is for transformers' tests, not for {args.suite}")
+    for name in ("plain", "wrap", "silu", "plain_masks", "stand_ins", "output"):
+        if getattr(args, name):
+            parser.error(f"{option_of(name)} is for transformers' tests, not for {args.suite}")
     comparison = COMPARISONS[args.suite]
     environment = dict(os.environ)
     if comparison.variable is not None:
