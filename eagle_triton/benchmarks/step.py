@@ -33,28 +33,31 @@ from eagle_triton.models.shapes import BLOCK_SIZE
 
 
 class Decoding(NamedTuple):
+    """drafts: by the "head", a "block" drafter, a small "model", or by "none". block: the numbers of nodes and children
+    of a block drafter's tree. one_launch: all layers of one row may run in one launch. grammar: outputs are JSON."""
+
     sampling: SamplingParams
     tree: TreeSpec | None  # None: the draft's own
-    block: tuple[int, int] | None = None  # a block drafter drafts a tree with these numbers of nodes and children
-    model: bool = False  # a small model drafts
-    one_launch: bool = True  # all layers of one row may run in one launch
-    grammar: bool = False  # outputs are JSON
+    drafts: str = "head"
+    block: tuple[int, int] | None = None
+    one_launch: bool = True
+    grammar: bool = False
 
 
 GREEDY = SamplingParams()
 DECODINGS = {
     "greedy": Decoding(GREEDY, None),
     "sampled": Decoding(SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0), None),
-    "plain": Decoding(GREEDY, PLAIN),
-    "plain-separate": Decoding(GREEDY, PLAIN, one_launch=False),
+    "plain": Decoding(GREEDY, PLAIN, "none"),
+    "plain-separate": Decoding(GREEDY, PLAIN, "none", one_launch=False),
     "chain-3": Decoding(GREEDY, TreeSpec.chain(3)),
     "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
     "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
     "tree-256": Decoding(GREEDY, TreeSpec.dynamic(256, 7, 16)),
-    "dflash-chain": Decoding(GREEDY, None, (BLOCK_SIZE, 1)),
-    "dflash-tree-64": Decoding(GREEDY, None, (64, 8)),
-    "dflash-tree-128": Decoding(GREEDY, None, (128, 8)),
-    "model-chain-5": Decoding(GREEDY, TreeSpec.chain(5), model=True),
+    "dflash-chain": Decoding(GREEDY, None, "block", (BLOCK_SIZE, 1)),
+    "dflash-tree-64": Decoding(GREEDY, None, "block", (64, 8)),
+    "dflash-tree-128": Decoding(GREEDY, None, "block", (128, 8)),
+    "model-chain-5": Decoding(GREEDY, TreeSpec.chain(5), "model"),
     "grammar": Decoding(GREEDY, None, grammar=True),
 }  # modes.DECODINGS
 ORIGINALS = ("greedy", "sampled", "plain")  # decodings of a model without the engine
@@ -105,8 +108,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
     def engine_for(decoding: str) -> tuple[Engine, TreeSpec]:
         """The engine of a decoding, and its tree."""
-        _, tree, block, by_model, one_launch, _ = DECODINGS[decoding]
-        drafts = "block" if block else "model" if by_model else "none" if tree is PLAIN else "head"
+        _, tree, drafts, block, one_launch, _ = DECODINGS[decoding]
         engine, drafter = engine_with(drafts, one_launch)
         if block is not None:
             drafter.total_token, drafter.top_k = block
