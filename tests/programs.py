@@ -1,11 +1,14 @@
-"""What a program says of a call that it refuses."""
+"""Calls of programs in this process: what one says that refuses, and what the benchmark records."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from eagle_triton.benchmarks import main as benchmark
 
 
 def refused(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], *words: Any) -> str:
@@ -16,3 +19,9 @@ def refused(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int]
     (line,) = printed.err.splitlines()
     assert stopped.value.code == 2 and not printed.out
     return line
+
+
+def recorded(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> dict[str, Any]:
+    """The record that the benchmark prints as JSON."""
+    assert benchmark.main([*map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)

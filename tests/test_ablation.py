@@ -25,7 +25,7 @@ from eagle_triton.cli.decoding import Decoder
 from eagle_triton.comparison.result_file import ResultFile
 from eagle_triton.demo import demo_prompts
 from tests.forked import start_program
-from tests.refusals import refused
+from tests.programs import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]

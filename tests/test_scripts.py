@@ -33,7 +33,7 @@ from eagle_triton.cli.settings import MAX_SEED
 from eagle_triton.command_line import Parser
 from eagle_triton.demo import demo_directory
 from eagle_triton.serve import main as serve
-from tests.refusals import refused
+from tests.programs import refused
 from tools import build_docs, mutate, remeasure, tune_linear
 from tools.tuning import attention as tuned_attention
 from tools.tuning import products
