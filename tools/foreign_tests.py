@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -318,7 +318,7 @@ class _Plugin:
         try:
             result = model.generate(*args, **kwargs)
             row = originals.report()[0]
-            where = ["original", _kind(row.reason)] if row.fallbacks else ["engine", ""]
+            where = ["original", without_values(row.reason)] if row.fallbacks else ["engine", ""]
             return result
         except Exception as error:
             where = ["raised", type(error).__name__]
@@ -328,9 +328,9 @@ class _Plugin:
             originals.restore()
 
 
-def _kind(reason: str) -> str:
-    """A reason without the values of this call, so that alike ones are counted together."""
-    return re.sub(r"\d+", "N", re.sub(r"(\w)=[^;,]*", r"\1", reason))
+def without_values(reason: str) -> str:
+    """A reason without the values of its call, so that alike ones are counted together."""
+    return re.sub(r"\d+", "N", re.sub(r"(\w)=[^;,]*", r"\1", re.sub(r"\[[\d, ]*\]", "[...]", reason)))
 
 
 def _is_generation_tester(tester: type) -> bool:
@@ -368,7 +368,9 @@ def _stand_in_for_the_hub() -> None:
     def tokenizer(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         if not names_hub(name):
             return load_tokenizer(cls, name, *args, **kwargs)
-        return _small_tokenizer(**{key: kwargs[key] for key in ("padding_side",) if key in kwargs})
+        options = {key: kwargs[key] for key in ("padding_side",) if key in kwargs}
+        special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+        return letter_tokenizer([*special.values(), *LETTERS], **special, **options)
 
     PreTrainedModel.from_pretrained = classmethod(model_of)
     transformers.AutoModelForCausalLM.from_pretrained = classmethod(any_model)
@@ -391,16 +393,15 @@ def _small_model(family: str) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
-def _small_tokenizer(**options: Any) -> Any:
+def letter_tokenizer(tokens: Iterable[str], **options: Any) -> Any:
+    """A tokenizer with a token for each letter. Others are blanks. options: of transformers."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<s>", "</s>"]
-    tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*special, *LETTERS])}, unk_token=" "))
-    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokens.decoder = decoders.Fuse()
-    pad, bos, eos = special
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token=pad, bos_token=bos, eos_token=eos, **options)
+    made = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=" "))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, **options)
 
 
 def pytest_configure(config: Any) -> None:
