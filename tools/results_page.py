@@ -160,7 +160,8 @@ def _checkpoints(path: Path, record: Mapping[str, Mapping[str, Any]]) -> str:
         if part not in ("recipe", "bytes")
     ]
     facts = [made["device"], *(f"{key} {made[key]}" for key in ("torch", "transformers"))]
-    return _head(path, facts, made["commit"][:12], None, "python tools/train_demo.py") + table(rows)
+    commit = re.sub(r"^(\w{12})\w+", r"\1", made["commit"])  # as other files have it, perhaps with "+changes"
+    return _head(path, facts, commit, None, "python tools/train_demo.py") + table(rows)
 
 
 def _numbers(values: Mapping[str, Any], before: str = "") -> list[tuple[str, float]]:
