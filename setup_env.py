@@ -187,7 +187,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     installs = options.install or options.run is not None
     for name in ("constraints", "extra_no_deps", "verbose"):
         if getattr(options, name) not in (None, [], False) and not installs:
-            option = f"--{name.replace('_', '-')}"
+            option = command_line.option_of(name)
             parser.error(f"{option} must come with --install or --run: nothing is installed without them")
     if options.constraints is not None and not Path(options.constraints).is_file():
         parser.error(f"--constraints must be a file, and {options.constraints or 'an empty path'} is none")

@@ -55,6 +55,10 @@ class Parser(argparse.ArgumentParser):
         line = re.sub(r": invalid choice: (.*?) \(choose from (.*)\)$", _choices, line)
         self.stop(f"{line.replace(': must ', ' must ', 1)} (see --help)")
 
+    def unread(self, name: str, by: str, readers: Iterable[str]) -> NoReturn:
+        """End the program because an argument is not read by `by`, such as "--to vllm", but by the readers."""
+        self.error(f"{option_of(name)} is not read by {by}, but by {', '.join(readers)}")
+
     def stop(self, sentence: str) -> NoReturn:
         """Exit with code 2 and a sentence that names no option."""
         self.exit(2, f"{self.prog}: {sentence}\n")
@@ -121,6 +125,11 @@ def nearest(word: str, names: Iterable[str]) -> list[str]:
 
 def _choices(match: re.Match[str]) -> str:
     return f" must be one of {match[2].replace(chr(39), '')}, got {match[1]}"
+
+
+def option_of(name: str) -> str:
+    """The option of a parsed argument: --max-length for "max_length"."""
+    return f"--{name.replace('_', '-')}"
 
 
 def one_line(message: object) -> str:

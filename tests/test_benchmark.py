@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from eagle_triton import EaModel, optimize_with_triton
-from eagle_triton.benchmarks import drafters, generate, models, mtp, operations, step, timing
+from eagle_triton.benchmarks import drafters, generate, models, operations, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import fix_acceptance, launch_scheduled_path, scheduled_path
 from eagle_triton.benchmarks.cases.case import Case, Provider
 from eagle_triton.benchmarks.gpu_clocks import FIGURES
-from eagle_triton.benchmarks.modes import DECODINGS, SHAPES, TREES
+from eagle_triton.benchmarks.modes import DECODINGS, SHAPES
 from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
@@ -33,6 +33,7 @@ from eagle_triton.families import own_ea_model as native
 from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models import shapes
 from eagle_triton.reference import verification
+from tests.programs import recorded, refused
 from tests.tiny import random_prompt, tiny_model
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
@@ -115,8 +116,7 @@ def test_generate_compares_the_same_tokens(ran):
 
 def test_generate_drafts_by_fp8_copies(capsys):
     short = ["--context", "9", "--num-runs", "1", "--max-length", "12", "--draft-weights", "fp8"]
-    assert benchmark.main(["generate", *TINY, *short, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = recorded(capsys, "generate", *TINY, *short)
     assert "same tokens, original and optimised: 1 of 1 prompts" in record["notes"]
     assert record["options"]["draft_weights"] == "fp8" and record["rows"][1]["tau"] >= 1
 
@@ -171,19 +171,19 @@ def test_steps_and_generate_of_a_family(shape, monkeypatch, capsys):
     drawn = {name: weight for name, weight in model.base_model.named_parameters() if weight.numel() >= 64}
     assert all(weight.dtype == torch.bfloat16 for weight in drawn.values())
     assert all(0.01 < float(w.detach().float().std()) < 0.03 for name, w in drawn.items() if "norm" not in name)
-    few = ["--shape", shape, "--device", "cpu", "--context", "20", "--num-runs", "1", "--json"]
-    assert benchmark.main(["step", *few, "--decoding", "plain", "chain-3"]) == 0
-    plain, chain, original = json.loads(capsys.readouterr().out)["rows"]
+    few = ["--shape", shape, "--device", "cpu", "--context", "20", "--num-runs", "1"]
+    plain, chain, original = recorded(capsys, "step", *few, "--decoding", "plain", "chain-3")["rows"]
     assert (plain["variant"], chain["decoding"], original["variant"]) == ("optimised", "chain-3", "original")
     assert chain["floor_ms"] > plain["floor_ms"] == original["floor_ms"] > 0
-    assert benchmark.main(["plain", *few, "--max-length", "4"]) == 0
-    assert {row["same_tokens"] for row in json.loads(capsys.readouterr().out)["rows"]} == {4}
+    rows = recorded(capsys, "plain", *few, "--max-length", "4")["rows"]
+    assert {row["same_tokens"] for row in rows} == {4}
 
 
 def test_the_floor_of_a_mixture_is_of_the_experts_that_its_rows_choose(monkeypatch):
     make_small("mixtral-8x7b", monkeypatch)
     model = shapes.random_model("mixtral-8x7b")
-    _, view, draft = models.engine_of(model, model.ea_layer)
+    engine = models.engine_of(model, model.ea_layer)
+    view, draft = engine.view, engine.draft
     sizes = {name: weight.nbytes for name, weight in model.base_model.named_parameters() if "embed" not in name}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     for batch, spec, unread in ((1, PLAIN, 0.75), (2, PLAIN, 0.75**2), (2, TreeSpec.chain(3), 0.75**8)):
@@ -193,10 +193,9 @@ def test_the_floor_of_a_mixture_is_of_the_experts_that_its_rows_choose(monkeypat
 
 def test_steps_of_random_block_drafters(capsys):
     names = ["dflash-chain", "dflash-tree-64", "plain"]
-    few = ["step", *TINY, "--context", "20", "--batch", "2", "--decoding", *names, "--json"]
+    few = ["step", *TINY, "--context", "20", "--batch", "2", "--decoding", *names]
     for assumed, tau in (([], 1), (["--accept-length", "5.35"], 6.35)):
-        assert benchmark.main([*few, *assumed]) == 0
-        rows = json.loads(capsys.readouterr().out)["rows"][:3]
+        rows = recorded(capsys, *few, *assumed)["rows"][:3]
         assert [row["decoding"] for row in rows] == names
         assert [row["tau"] for row in rows] == [*[pytest.approx(tau, abs=0.3)] * 2, 1]
         assert rows[0]["floor_ms"] == rows[1]["floor_ms"] > rows[2]["floor_ms"]
@@ -212,9 +211,8 @@ def test_a_random_block_drafter_has_the_published_size():
 
 def test_step_times_batches_of_which_few_places_are_taken(capsys):
     few = ["step", *TINY, "--context", "9", "--batch", "1", "--decoding", "plain"]
-    assert benchmark.main([*few, "--slots", "1,3", "--json"]) == 0
-    rows = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["variant"] == "optimised"]
-    assert [(row["batch"], row["slots"]) for row in rows] == [(1, 1), (1, 3)]
+    *rows, original = recorded(capsys, *few, "--slots", "1,3")["rows"]
+    assert [(row["batch"], row["slots"]) for row in rows] == [(1, 1), (1, 3)] and original["variant"] == "original"
 
 
 @pytest.mark.parametrize(
@@ -224,8 +222,7 @@ def test_step_times_batches_of_which_few_places_are_taken(capsys):
 def test_weights_of_target_and_draft_may_be_quantised(mode, target, draft, capsys):
     given = [mode, *TINY, "--context", "9", "--batch", "1", "--target-weights", target, "--draft-weights", draft]
     given += ["--decoding", "chain-3"] if mode == "step" else []
-    assert benchmark.main([*given, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = recorded(capsys, *given)
     notes = "\n".join(record["notes"])
     kind = {"fp8": "FP8 projections", "int4": "projections of four bits", "nf4": "projections of four bits"}[target]
     assert f"{kind} are read by their weights" in notes and f"{draft}: 9 projections of the draft are copies" in notes
@@ -279,8 +276,7 @@ def test_nf4_is_the_nearest_number_of_its_table():
 def test_step_measures_the_trees_that_are_named(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(step.BETWEEN, "cpu", 8)  # until the grammar forces tokens
     given = ["step", *TINY, "--context", "20", "--decoding", "chain-3", "tree-256", "plain", "grammar", "chain-3"]
-    assert benchmark.main([*given, "--json", "--plot", str(tmp_path / "steps.png")]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = recorded(capsys, *given, "--plot", tmp_path / "steps.png")
     cases = [(row["variant"], row["decoding"]) for row in record["rows"]]
     names = ("chain-3", "tree-256", "plain", "grammar")
     assert cases == [*(("optimised", name) for name in names), ("original", "plain")]
@@ -326,8 +322,7 @@ def test_operations_on_a_cpu_says_what_it_is_worth(ran):
 
 @pytest.mark.parametrize("mode", ["generate", "step"])
 def test_accept_length_is_met_and_said_loudly(mode, capsys):
-    assert benchmark.main([*MODES[mode], *FEW[mode], "--accept-length", "1.5", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = recorded(capsys, *MODES[mode], *FEW[mode], "--accept-length", "1.5")
     assert "THE TOKENS ARE MEANINGLESS" in record["notes"][0]
     assert not any(note.startswith("same tokens") for note in record["notes"])
     for row in record["rows"]:
@@ -389,26 +384,15 @@ def test_histogram():
     assert accepted_histogram(runs) == {0: 1, 1: 2, 2: 1}
 
 
-def refused(arguments, capsys):
-    """The one line that a wrong call prints."""
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.main(arguments)
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert stopped.value.code == 2 and not printed.out
-    return line
-
-
 def test_upstream_that_does_not_import_says_what_it_needs(tmp_path, capsys):
     model = tmp_path / "eagle" / "model"
     model.mkdir(parents=True)
     (model / "ea_model.py").write_text("raise ImportError('no LossKwargs')")
-    assert "transformers 4.53.x" in refused(["--shape", "tiny", "--upstream", str(tmp_path)], capsys)
+    assert "transformers 4.53.x" in refused(capsys, benchmark.main, "--shape", "tiny", "--upstream", tmp_path)
 
 
 def test_positions_are_those_of_the_shapes_and_the_demo():
-    assert set(SHAPES) == set(shapes.SHAPES) and tuple(mtp.SPECS) == TREES
-    assert tuple(step.DECODINGS) == DECODINGS
+    assert set(SHAPES) == set(shapes.SHAPES) and tuple(step.DECODINGS) == DECODINGS
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
     published = {"llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.60}
     published |= {"qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70}
@@ -495,8 +479,7 @@ def test_an_interrupted_generate_keeps_the_original(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "optimize_eagle_with_triton", interrupt)
-    assert benchmark.main([*MODES["generate"], "--json"]) == 1
-    record = json.loads(capsys.readouterr().out)
+    record = recorded(capsys, *MODES["generate"], code=1)
     assert [row["variant"] for row in record["rows"]] == ["original"] and "INTERRUPTED" in record["notes"][0]
 
 
@@ -528,7 +511,7 @@ def wrong_greedy(logits, tokens, parents, depth, *, nan=None):
 @pytest.mark.parametrize("mode", ["step", "batches"])
 def test_what_decodes_wrongly_is_not_timed(mode, monkeypatch, capsys):
     monkeypatch.setattr(Operations, "verify_greedy", staticmethod(wrong_greedy))
-    message = refused(MODES[mode], capsys)
+    message = refused(capsys, benchmark.main, *MODES[mode])
     assert "is not the target's" in message and "nothing is timed" in message
 
 

@@ -7,17 +7,13 @@ prints. A table of options has `<!-- options: module.Class -->` in front of it.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import json
-import os
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -166,67 +162,6 @@ def test_links_lead_somewhere(page):
 def test_limits_have_anchors_for_every_refusal():
     wanted = "families heads layer-types devices weights quantisation hooks adapters context threads batches arguments"
     assert set(wanted.split()) <= anchors("docs/limits.md")
-
-
-def commands() -> list[tuple[str, tuple[str, ...]]]:
-    """Calls of our scripts in ```sh blocks: (script, arguments)."""
-    found = []
-    for page in PAGES:
-        for block in blocks(page):
-            if block.language == "sh":
-                for line in block.code.replace("\\\n", " ").splitlines():
-                    found += script_calls(line)
-    return sorted(set(found))
-
-
-def script_calls(line: str) -> list[tuple[str, tuple[str, ...]]]:
-    words = shlex.split(line, comments=True)
-    calls = []
-    if words and re.fullmatch(r"python[\d.]*|\S*/python", words[0]) and len(words) > 1 and words[1].endswith(".py"):
-        calls.append((words[1], tuple(words[2:])))
-    if words and re.fullmatch(r"\./run_tests\.(sh|ps1)", words[0]):
-        calls.append(("run_tests.py", tuple(words[1:])))
-    if "--run" in words:
-        after = words[words.index("--run") + 1 :]
-        calls.append((after[0], tuple(after[1:])))
-    return calls
-
-
-class Parsed(Exception):
-    pass
-
-
-@pytest.mark.parametrize(("script", "arguments"), commands(), ids=lambda value: value if isinstance(value, str) else "")
-def test_commands_parse(script, arguments, monkeypatch, tmp_path):
-    """Only the arguments are looked at: the script is left when they are parsed."""
-    monkeypatch.chdir(tmp_path)
-    for folder in ("CHECKOUT", "results"):  # placeholders that must be there
-        (tmp_path / folder).mkdir()
-    parse, depth = argparse.ArgumentParser.parse_known_args, 0
-
-    def parse_only(self, *args, **kwargs):
-        nonlocal depth
-        depth += 1
-        try:
-            namespace, rest = parse(self, *args, **kwargs)
-        finally:
-            depth -= 1
-        if depth == 0:
-            if rest and script != "run_tests.py":  # whose other arguments go to pytest
-                self.error(f"unrecognized arguments: {' '.join(rest)}")
-            raise Parsed
-        return namespace, rest
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))  # compile_kernels.py removes it
-    spec = importlib.util.spec_from_file_location("script_in_the_docs", ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "script_in_the_docs", module)
-    spec.loader.exec_module(module)
-    with pytest.raises(Parsed):
-        module.main(list(arguments))
 
 
 def versions(name: str) -> set[str]:

@@ -4,7 +4,6 @@ nvidia-ml-py's functions are replaced, with a value for each moment.
 """
 
 import contextlib
-import json
 import sys
 from types import SimpleNamespace
 
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 from eagle_triton.benchmarks import gpu_clocks, step
-from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.gpu_clocks import FIGURES, TOO_SHORT, GpuClocks
 from eagle_triton.text_table import table_of
+from tests.programs import recorded
 
 pynvml = pytest.importorskip("pynvml", reason='pip install ".[benchmark]"')
 
@@ -219,8 +218,7 @@ def test_a_run_has_the_figures_in_its_rows_and_the_note(monkeypatch, capsys):
 
     monkeypatch.setattr(step, "GpuClocks", Clocks)
     given = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1", "--context", "9", "--decoding", "chain-3"]
-    assert benchmark.main(["step", *given, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = recorded(capsys, "step", *given)
     assert record["notes"].count("clocks and power: not read, for a reason") == 1
     assert [row[name] for row in record["rows"] for name in FIGURES] == [None] * 3
 

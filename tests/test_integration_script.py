@@ -5,21 +5,25 @@ import json
 import torch
 import transformers
 
-import benchmark
 import integration_test
 from eagle_triton.benchmarks import original_and_patched as comparison
 from eagle_triton.benchmarks import parity
 from eagle_triton.benchmarks.original_and_patched import Comparison, Run, compare
 from eagle_triton.comparison.figures import first_difference
 from eagle_triton.demo import demo_directory, demo_prompts
+from tests.programs import recorded
 from tests.tiny import random_prompt, tiny_model
 
 
-def test_bf16_reports_the_share_of_identical_outputs(tmp_path, capsys):
+def compared(tmp_path, *words):
+    """The record of a run in which nothing differs."""
     file = tmp_path / "integration.json"
-    arguments = ["--dtype", "bfloat16", "--num-runs", "2", "--max-length", "16", "--device", "cpu"]
-    assert integration_test.main([*arguments, "--output", str(file)]) == 0
-    record = json.loads(file.read_text())
+    assert integration_test.main([*words, "--device", "cpu", "--output", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def test_bf16_reports_the_share_of_identical_outputs(tmp_path, capsys):
+    record = compared(tmp_path, "--dtype", "bfloat16", "--num-runs", "2", "--max-length", "16")
     assert record["mode"] == "integration" and record["machine"]["torch"] == torch.__version__
     assert [(row["output"], row["against"]) for row in record["rows"]] == [
         ("optimised tree", "original plain"),
@@ -45,23 +49,17 @@ def whole_prompts(count):
 
 def test_tau_is_that_of_the_benchmark(tmp_path, capsys):
     """Prompts longer than --max-length among them, which must not be cut."""
-    file, arguments = tmp_path / "integration.json", ["--num-runs", "1", "--max-length", "16", "--device", "cpu"]
+    arguments = ["--num-runs", "1", "--max-length", "16"]
     assert max(whole_prompts(1)) > 16
-    assert integration_test.main([*arguments, "--output", str(file)]) == 0
-    ours = json.loads(file.read_text())["options"]["tau"]
+    ours = compared(tmp_path, *arguments)["options"]["tau"]
     capsys.readouterr()
-    assert benchmark.main([*arguments, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = recorded(capsys, *arguments, "--device", "cpu")["rows"]
     assert ours == {row["variant"]: row["tau"] for row in rows}
 
 
-def test_a_target_in_fp8_gives_the_tokens_of_its_own_modules(tmp_path, capsys):
-    file = tmp_path / "integration.json"
-    arguments = ["--target-weights", "fp8", "--num-runs", "1", "--max-length", "20", "--device", "cpu"]
-    assert integration_test.main([*arguments, "--output", str(file)]) == 0
-    record = json.loads(file.read_text())
+def test_a_target_in_fp8_gives_the_tokens_of_its_own_modules(tmp_path):
+    record = compared(tmp_path, "--target-weights", "fp8", "--num-runs", "1", "--max-length", "20")
     assert record["options"]["target_weights"] == "fp8" and all(row["identical"] == 1 for row in record["rows"])
-    capsys.readouterr()
 
 
 def test_defaults_follow_the_dtype():

@@ -10,8 +10,9 @@ from eagle_triton.benchmarks import models, questions
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.questions import acceptance_rates
 from eagle_triton.demo import demo_directory
+from tests.programs import recorded, refused
 
-RUN = ["questions", "--device", "cpu", "--category", "docstring", "--max-length", "8", "--json"]
+RUN = ["questions", "--device", "cpu", "--category", "docstring", "--max-length", "8"]
 GOOD = {"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": ["not read"]}
 
 
@@ -20,17 +21,11 @@ def changed(**values) -> str:
 
 
 def run(capsys, *options, code=0):
-    assert benchmark.main([*RUN, *map(str, options)]) == code
-    return json.loads(capsys.readouterr().out)
+    return recorded(capsys, *RUN, *options, code=code)
 
 
-def refused(capsys, *options):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.main([*RUN, *map(str, options)])
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert stopped.value.code == 2 and not printed.out
-    return line.removeprefix("benchmark.py questions: ")
+def refusal(capsys, *options):
+    return refused(capsys, benchmark.main, *RUN, *options).removeprefix("benchmark.py questions: ")
 
 
 # --- question files ---
@@ -67,7 +62,7 @@ def test_a_file_as_mt_bench_has_it(tmp_path):
 def test_a_bad_file_is_named_with_its_line(text, message, tmp_path, capsys):
     file = tmp_path / "q.jsonl"
     file.write_bytes(text)
-    assert refused(capsys, "--questions", file).startswith(f"--questions: {file}{message}")
+    assert refusal(capsys, "--questions", file).startswith(f"--questions: {file}{message}")
 
 
 def test_our_own_questions():
@@ -80,26 +75,14 @@ def test_our_own_questions():
     ("options", "message"),
     [
         (("--category", "maths"), "--category must be of function, class, test, docstring, edit, conversation, got 'm"),
+        (("--nodes", "8", "--drafters", "suffix"), "--nodes is not read by --drafters suffix, but by head, both, bloc"),
         (
-            ("--nodes", "8", "--drafters", "suffix"),
-            "--nodes is not read by --drafters suffix, but by head, both, block_tree",
+            ("--block-drafter", "a", "--drafters", "head"),
+            "--block-drafter is not read by --drafters head, but by block",
         ),
-        (
-            ("--block-drafter", "demo-block", "--drafters", "head"),
-            "--block-drafter is not read by --drafters head, but by block, block_tree",
-        ),
-        (
-            ("--model", "demo-gdn", "--drafters", "block_tree"),
-            "--block-drafter must be given for block_tree with --model demo-gdn",
-        ),
-        (
-            ("--block-drafter", "demo-draft", "--category", "docstring", "--drafters", "block"),
-            "--block-drafter demo-draft cannot be loaded: ",
-        ),
-        (
-            ("--eagle1", "--drafters", "nasd", "ngram"),
-            "--eagle1 is not read by --drafters nasd ngram, but by head, both",
-        ),
+        (("--model", "demo-gdn", "--drafters", "block_tree"), "--block-drafter must be given for block_tree with --mo"),
+        (("--block-drafter", "demo-draft", "--drafters", "block"), "--block-drafter demo-draft cannot be loaded: "),
+        (("--eagle1", "--drafters", "nasd", "ngram"), "--eagle1 is not read by --drafters nasd ngram, but by head, bo"),
         (("--draft", "some/head", "--drafters", "suffix"), "--draft is not read by --drafters suffix, but by head, bo"),
         (("--model", "some/target"), "--draft must name the head "),
         (("--nodes", "1"), "--nodes must be whole numbers from 2 to 1024"),
@@ -115,7 +98,7 @@ def test_our_own_questions():
 )
 def test_what_cannot_be_is_refused(options, message, capsys):
     before = OWN_QUESTIONS.read_bytes()
-    assert refused(capsys, *options).startswith(message)
+    assert refusal(capsys, *options).startswith(message)
     assert OWN_QUESTIONS.read_bytes() == before
 
 
@@ -129,7 +112,7 @@ def swept(tmp_path_factory):
     options = ["--drafters", "suffix", "both", "head", "block", "--nodes", "4,16", "--temperatures", "0,0.8"]
     options += ["--commit", "abc"]
     options += ["--results", folder / "r.jsonl", "--answers", folder / "a", "--output", folder / "o.json"]
-    assert benchmark.main([*RUN, *map(str, options)]) == 0
+    assert benchmark.main([*RUN, "--json", *map(str, options)]) == 0
     return folder, json.loads((folder / "o.json").read_text()), options
 
 
@@ -183,7 +166,7 @@ def test_what_was_measured_is_not_measured_again(swept, monkeypatch, capsys):
 )
 def test_results_of_something_else_are_refused(options, difference, swept, capsys):
     file = swept[0] / "r.jsonl"
-    assert refused(capsys, "--results", file, *options).startswith(f"{file} was made with {difference}")
+    assert refusal(capsys, "--results", file, *options).startswith(f"{file} was made with {difference}")
 
 
 def test_an_interrupted_sweep_goes_on(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import importlib
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import shlex
@@ -32,7 +33,8 @@ from eagle_triton.cli.settings import MAX_SEED
 from eagle_triton.command_line import Parser
 from eagle_triton.demo import demo_directory
 from eagle_triton.serve import main as serve
-from tools import mutate, remeasure, tune_linear
+from tests.programs import refused
+from tools import build_docs, mutate, remeasure, tune_linear
 from tools.tuning import attention as tuned_attention
 from tools.tuning import products
 
@@ -72,16 +74,11 @@ READERS = [  # of texts, and what they say of wrong ones
 ]
 REFUSED = {
     "integration_test.py": [
-        ("--model nowhere/", "--model must be a directory or a hub id, and nowhere/ does not exist"),
         ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some"),
         ("--model folder", "--draft must name the head (a directory or a hub id) for --model folder, w"),
         ("--draft demo-block", "--draft must be an EAGLE head here, and demo-block is a block drafter"),
         ("--draft some/head", "--draft must come with the --model that it drafts for"),
         ("--model some/target --draft /nope", "--draft must be a directory or a hub id, and /nope does"),
-        ("--output folder", "--output must be a file, and folder is none"),
-        ("--device toaster", "--device must be cpu, cuda or cuda:N, got 'toaster'"),
-        ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ("--commit ''", "--commit must be a text that is not empty"),
         ("--max-length 1", "--max-length must be a whole number from 2 to"),
         ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
         ("--num-runs 99999", f"--num-runs {NUMBER} 10000, got '99999'"),
@@ -341,11 +338,8 @@ def program(name):
 def refuse(command, capsys):
     """The one line on stderr of a call that ends with exit code 2."""
     name, *words = shlex.split(command)
-    with pytest.raises(SystemExit) as stopped:
-        program(name).main(words)
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert stopped.value.code == 2 and not printed.out and line.startswith(name)
+    line = refused(capsys, program(name).main, *words)
+    assert line.startswith(name)
     return line
 
 
@@ -503,12 +497,15 @@ def test_the_help_without_a_mode_names_every_mode(program, capsys):
 
 
 def documented():
-    """The calls of eagle-triton, benchmark.py and integration_test.py in README, docs/ and the programs' own help."""
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    """The calls of our programs in README, CONTRIBUTING, docs/ and the programs' own help."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(pages)]
     texts = re.findall(r"^```sh\n(.*?)^```$", "\n".join(texts), re.DOTALL | re.MULTILINE)
     texts += [modes.__doc__, integration_test.__doc__, main.__doc__, ablation.__doc__]
-    lines = "\n".join(texts).replace("\\\n", " ").replace("./scripts/run_ablation.sh", "eagle-triton ablation")
-    pattern = r"^ *(?:.*\| )?(?:python3? )?((?:benchmark|integration_test)\.py|eagle-triton)\b(.*?)(?:  .*| [#>].*)?$"
+    lines = re.sub(r" *\\\n *", " ", "\n".join(texts)).replace("./scripts/run_ablation.sh", "eagle-triton ablation")
+    lines = lines.replace("./run_tests.sh", "run_tests.py").replace(" --run ", " --run file\n")
+    starts = r"^ *(?:.*\| )?(?:\S*python3? |uv run )?(?:tools/)?"
+    pattern = starts + r"(\w+\.py|eagle-triton)(?![-/\w])(.*?)(?:  .*| [#>].*)?$"
     calls = dict.fromkeys(f"{name}{words}" for name, words in re.findall(pattern, lines, re.MULTILINE))
     return [call for call in calls if not call.endswith("--help")]
 
@@ -519,26 +516,32 @@ class Parsed(Exception):
 
 @pytest.mark.parametrize("call", documented())
 def test_documented_calls_are_right(call, folder, monkeypatch):
-    """All checks that come before something is imported."""
+    """All checks that come before something is imported or run."""
 
-    def parsed(*_):
+    def parsed(*_, **__):
         raise Parsed
 
-    for owner, name in ((Parser, "explains"), (environment, "report"), (os, "execvpe"), (serve, "serve_elsewhere")):
+    for owner, name in (
+        *((Parser, "explains"), (environment, "report"), (os, "execvpe"), (serve, "serve_elsewhere")),
+        *((setup_env, "install"), (run_tests, "run"), (build_docs, "run"), (mutate, "attempt")),
+        *((logging, "disable"), (torch, "set_num_threads")),  # of fuzz.py and usage_example.py
+    ):
         monkeypatch.setattr(owner, name, parsed)
     monkeypatch.setattr(command_line, "gpus", lambda: None)
     monkeypatch.setattr(modes, "read_questions", lambda _: [Question(1, name, ("x",)) for name in ("coding", "math")])
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
-    stand_ins = {"--upstream": "folder", "--text": "file", "--commands": "file", "--questions": "file"}
+    files = ("--text", "--commands", "--questions", "--constraints")
+    stand_ins = {"--upstream": "folder", **dict.fromkeys(files, "file")}
     name, *words = shlex.split(call)
     words = [stand_ins.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     with pytest.raises(Parsed):
         program(name).main(words)
 
 
-def test_there_are_documented_calls_of_every_command():
+def test_there_are_documented_calls_of_every_command_and_of_scripts():
     assert {call.split()[1] for call in documented() if call.startswith("eagle-triton")} >= set(main.COMMANDS)
+    assert {call.split()[0] for call in documented()} >= {"setup_env.py", "run_tests.py", "fuzz.py", "foreign_tests.py"}
 
 
 # --- The tools

@@ -16,6 +16,7 @@ from setup_env import STAMP, UNFINISHED, environment
 INSTALL, TRITON = environment.INSTALL, environment.TRITON
 ROOT = Path(__file__).resolve().parent.parent
 GPU = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 139.8}
+SHARED = {"name": "NVIDIA GB10", "capability": "12.1", "memory_gib": None}  # whose memory is the host's
 
 
 def machine(**changes):
@@ -80,7 +81,9 @@ def row(facts, name):
 # --- The report: facts, a row of it, its status, what its comment ends with, and what its advice contains.
 
 OLD_KERNELS = "this build of torch has kernels for sm_75, sm_80, sm_90, sm_100, compute_120 only"
-NO_CPU, OTHER_TRITON = 'CUDA_VISIBLE_DEVICES=""', ".venv/bin/python -m pip install"
+UNSEEN, VISIBLE = "does not see it under driver 580.65", "CUDA_VISIBLE_DEVICES"
+NO_CPU, SPEC = f'{VISIBLE}=""', "EAGLE_TRITON_TORCH_SPEC"
+OTHER_TRITON, UPSTREAM = ".venv/bin/python -m pip install", "upstream.txt"
 ROWS = [
     *[
         (packages(**{name: version}), name, "fault", "", INSTALL)
@@ -120,25 +123,9 @@ ROWS = [
     ),
     # a GPU and torch
     (with_gpu(), "GPU", "ok", "compute capability 9.0, 139.8 GiB", ""),
-    (
-        with_driver("580.65", None),
-        *("GPU", "note", "built for the CPU, does not see it under driver 580.65"),
-        "EAGLE_TRITON_TORCH_SPEC naming a build of torch for CUDA 13",
-    ),
-    (
-        with_driver("580.65", None, torch={"hip": "7.1"}),
-        "GPU",
-        "note",
-        "ROCm 7.1, does not see it under driver 580.65",
-        "",
-    ),
-    (
-        with_driver("580.65", hidden=True),
-        "GPU",
-        "note",
-        "; hidden by CUDA_VISIBLE_DEVICES",
-        "unset CUDA_VISIBLE_DEVICES",
-    ),
+    (with_driver("580.65", None), "GPU", "note", f"built for the CPU, {UNSEEN}", f"{SPEC} naming a build of torch for"),
+    (with_driver("580.65", None, torch={"hip": "7.1"}), "GPU", "note", f"built for ROCm 7.1, {UNSEEN}", ""),
+    (with_driver("580.65", hidden=True), "GPU", "note", f"; hidden by {VISIBLE}", f"unset {VISIBLE}"),
     (with_gpu(cuda=None, hip="7.1", archs=["gfx942"]), "GPU", "note", "have not been run on AMD's GPUs", ""),
     (with_gpu(capability="6.1"), "GPU", "fault", "older than 7.0, which Triton's kernels need", NO_CPU),
     (with_gpu(capability="7.0"), "GPU", "fault", OLD_KERNELS, NO_CPU),
@@ -155,13 +142,7 @@ ROWS = [
     (with_gpu(capability="11.0"), "GPU", "fault", OLD_KERNELS, NO_CPU),
     (with_gpu(capability="12.1"), "GPU", "ok", "139.8 GiB", ""),
     # Triton's assembler and the driver; of torch's own CUDA it sees the GPU by forward compatibility
-    (
-        assembling("570.86", "12.6", "13.4.59"),
-        "GPU",
-        "note",
-        "for CUDA 13, which needs driver 580 or newer",
-        "update the",
-    ),
+    (assembling("570.86", "12.6", "13.4.59"), "GPU", "note", "CUDA 13, which needs driver 580 or newer", "update the"),
     (assembling("570.86", "12.6", "12.9.86"), "GPU", "ok", "139.8 GiB", ""),
     (assembling("580.65", "12.6", "13.4.59"), "GPU", "ok", "139.8 GiB", ""),
     (assembling("570.86", "13.0", "13.4.59"), "GPU", "ok", "139.8 GiB", ""),
@@ -176,20 +157,8 @@ ROWS = [
     # the EAGLE package
     (eagle(None, None, "5.23.0"), "EAGLE package", "ok", "eagle_triton has its own EaModel", ""),
     (eagle("eagle.py", None, "4.53.3"), "EAGLE package", "ok", "eagle.py", ""),
-    (
-        eagle("eagle.py", "ImportError: x", "5.23.0"),
-        "EAGLE package",
-        "note",
-        "not 5.23.0 (ImportError: x)",
-        "upstream.txt",
-    ),
-    (
-        eagle("eagle.py", "ImportError: y", "4.53.3"),
-        "EAGLE package",
-        "note",
-        "eagle.py: ImportError: y",
-        "upstream.txt",
-    ),
+    (eagle("eagle.py", "ImportError: x", "5.23.0"), "EAGLE package", "note", "not 5.23.0 (ImportError: x)", UPSTREAM),
+    (eagle("eagle.py", "ImportError: y", "4.53.3"), "EAGLE package", "note", "eagle.py: ImportError: y", UPSTREAM),
 ]
 
 
@@ -268,14 +237,7 @@ def fake_tool(directory: Path, name: str, script: str) -> None:
     ("script", "expected"),
     [
         ("echo '580.65, NVIDIA H200, 9.0, 143155'", {"error": None, "driver": "580.65", "gpus": [GPU]}),
-        (
-            "echo '580.65, NVIDIA GB10, 12.1, [N/A]'",
-            {
-                "error": None,
-                "driver": "580.65",
-                "gpus": [{"name": "NVIDIA GB10", "capability": "12.1", "memory_gib": None}],
-            },
-        ),
+        ("echo '580.65, NVIDIA GB10, 12.1, [N/A]'", {"error": None, "driver": "580.65", "gpus": [SHARED]}),
         ("echo 'no devices'; exit 9", {"error": "no devices", "driver": None, "gpus": []}),
     ],
     ids=["gpu", "shared-memory", "failure"],

@@ -73,6 +73,7 @@ def same_tokens(device: Any, count: int, new_tokens: int) -> tuple[dict[str, Any
     """A row of the requests that were decoded, how sums were exchanged, and what differs on any rank."""
     import torch
     import torch.distributed as dist
+    from torch.nn.utils.rnn import pad_sequence
 
     from eagle_triton import EaModel, optimize_eagle_with_triton
     from eagle_triton.demo import demo_prompts
@@ -97,12 +98,11 @@ def same_tokens(device: Any, count: int, new_tokens: int) -> tuple[dict[str, Any
                     torch.manual_seed(place)
                     results[f"{name}, prompt {place}"] = decode(prompt, max_new_tokens=new_tokens, **sampling)[0]
             for start in range(0, count, SLOTS):
-                batch = prompts[start : start + SLOTS]
-                longest = max(prompt.shape[1] for prompt in batch)
-                ids = torch.zeros(len(batch), longest, dtype=torch.int64, device=device)
-                mask = torch.zeros_like(ids)
-                for sequence, prompt in enumerate(batch):
-                    ids[sequence, -prompt.shape[1] :], mask[sequence, -prompt.shape[1] :] = prompt[0], 1
+                batch = [prompt[0] for prompt in prompts[start : start + SLOTS]]
+                ids, mask = (
+                    pad_sequence(rows, batch_first=True, padding_side="left")
+                    for rows in (batch, list(map(torch.ones_like, batch)))
+                )
                 for name, sampling in (("batch", {}), ("sampled batch", {"do_sample": True, "seed": start})):
                     rows = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **sampling)
                     results[f"{name} from prompt {start}"] = rows
@@ -152,24 +152,22 @@ def same_reports(device: Any, steps: int, dtype: Any) -> tuple[dict[str, Any], l
             batch.spec = PLAIN if step % 50 == 0 else spec
             tokens += sum(len(progress.tokens) for progress in batch.step())
             digest.update(batch.state.report.cpu().numpy().tobytes())
-            if step % COMPARED_EVERY == 0 or step == steps:
-                digests: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(digests, digest.hexdigest())
-                if len(set(digests)) > 1:
-                    wrong.append(f"the ranks' reports are not the same after {step} steps")
-                    break
+            compared = step % COMPARED_EVERY == 0 or step == steps
+            if compared and len(set(_of_all([digest.hexdigest()]))) > 1:
+                wrong.append(f"the ranks' reports are not the same after {step} steps")
+                break
         seconds = time.perf_counter() - start
     row = {"variant": "reports of all ranks", "ranks": dist.get_world_size(), "steps": step, "requests": asked}
     return {**row, "tokens": tokens, "seconds": seconds, "differ": len(wrong)}, wrong
 
 
-def _of_all(sentences: list[str]) -> list[str]:
-    """Every rank's sentences."""
+def _of_all(texts: list[str]) -> list[str]:
+    """The texts of all ranks."""
     import torch.distributed as dist
 
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, sentences)
-    return [sentence for each in found for sentence in each]
+    dist.all_gather_object(found, texts)
+    return [text for each in found for text in each]
 
 
 if __name__ == "__main__":

@@ -25,18 +25,19 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, existing_directory, output_file, run_program, some_text
+from eagle_triton.command_line import Parser, existing_directory, option_of, output_file, run_program, some_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 THREAD_SECONDS = 30  # that a test's threads may go on after it
+QUIETLY = ("-q", "--no-header", "--tb=short", "--disable-warnings", "--continue-on-collection-errors")
 OPTIONS = "EAGLE_TRITON_FOREIGN_TESTS"  # names the file that tells the child what to do
 TRANSFORMERS = (
     "a checkout of transformers at the version that is installed:\n"
@@ -133,17 +134,7 @@ def _run(source: Path, paths: list[str], expression: str | None, options: dict[s
     with tempfile.TemporaryDirectory() as folder:
         told, answer = Path(folder) / "options.json", Path(folder) / "found.json"
         told.write_text(json.dumps(options | {"answer": str(answer)}))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *paths,
-            "-q",
-            "--no-header",
-            "--tb=short",
-            "--disable-warnings",
-            "--continue-on-collection-errors",
-        ]
+        command = [sys.executable, "-m", "pytest", *paths, *QUIETLY]
         command += ["-p", "no:cacheprovider", "-p", "tools.foreign_tests"]
         command += ["-k", expression] if expression else []
         places = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -185,33 +176,20 @@ def report(suite: str, summary: dict[str, Any]) -> str:
     calls, passed = summary["calls"], summary["passed"]
     total = calls["engine"] + calls["original"] + calls["refused"]  # what raised has run on neither
     share = f"{calls['engine'] / total:.0%}" if total else "n/a"
-    headers = (
-        "suite",
-        "tests",
-        "plain",
-        "wrapped",
-        "regressions",
-        "calls",
-        "engine",
-        "share",
-        "original",
-        "refused",
-        "raised",
-    )
-    row = (
-        suite, summary["tests"], passed.get("plain", "-"), passed.get("wrapped", "-"), len(summary["regressions"]),
-        total + calls["raised"], calls["engine"], share, calls["original"], calls["refused"], calls["raised"],
-    )  # fmt: skip
-    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (headers, ["---"] * len(headers), row)]
+    row = {"suite": suite, "tests": summary["tests"]}
+    row |= {way: passed.get(way, "-") for way in ("plain", "wrapped")} | {"regressions": len(summary["regressions"])}
+    row |= {"calls": total + calls["raised"], "engine": calls["engine"], "share": share}
+    row |= {where: calls[where] for where in ("original", "refused", "raised")}
+    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (row, ["---"] * len(row), row.values())]
     lines += ["", *(f"{count:6d}  {reason}" for reason, count in summary["reasons"].items())]
     return "\n".join(["", *lines, *(f"REGRESSION: {test}" for test in summary["regressions"])])
 
 
 def _run_comparison(parser: Parser, args: Any) -> int:
     """Tests of ours against foreign code, which skip where that is missing: then nothing is proven."""
-    for option in ("plain", "wrap", "silu", "plain_masks", "stand_ins", "output"):
-        if getattr(args, option):
-            parser.error(f"--{option.replace('_', '-')} is for transformers' tests, not for {args.suite}")
+    for name in ("plain", "wrap", "silu", "plain_masks", "stand_ins", "output"):
+        if getattr(args, name):
+            parser.error(f"{option_of(name)} is for transformers' tests, not for {args.suite}")
     comparison = COMPARISONS[args.suite]
     environment = dict(os.environ)
     if comparison.variable is not None:
@@ -340,7 +318,7 @@ class _Plugin:
         try:
             result = model.generate(*args, **kwargs)
             row = originals.report()[0]
-            where = ["original", _kind(row.reason)] if row.fallbacks else ["engine", ""]
+            where = ["original", without_values(row.reason)] if row.fallbacks else ["engine", ""]
             return result
         except Exception as error:
             where = ["raised", type(error).__name__]
@@ -350,9 +328,9 @@ class _Plugin:
             originals.restore()
 
 
-def _kind(reason: str) -> str:
-    """A reason without the values of this call, so that alike ones are counted together."""
-    return re.sub(r"\d+", "N", re.sub(r"(\w)=[^;,]*", r"\1", reason))
+def without_values(reason: str) -> str:
+    """A reason without the values of its call, so that alike ones are counted together."""
+    return re.sub(r"\d+", "N", re.sub(r"(\w)=[^;,]*", r"\1", re.sub(r"\[[\d, ]*\]", "[...]", reason)))
 
 
 def _is_generation_tester(tester: type) -> bool:
@@ -390,7 +368,9 @@ def _stand_in_for_the_hub() -> None:
     def tokenizer(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         if not names_hub(name):
             return load_tokenizer(cls, name, *args, **kwargs)
-        return _small_tokenizer(**{key: kwargs[key] for key in ("padding_side",) if key in kwargs})
+        options = {key: kwargs[key] for key in ("padding_side",) if key in kwargs}
+        special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+        return letter_tokenizer([*special.values(), *LETTERS], **special, **options)
 
     PreTrainedModel.from_pretrained = classmethod(model_of)
     transformers.AutoModelForCausalLM.from_pretrained = classmethod(any_model)
@@ -413,16 +393,15 @@ def _small_model(family: str) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
-def _small_tokenizer(**options: Any) -> Any:
+def letter_tokenizer(tokens: Iterable[str], **options: Any) -> Any:
+    """A tokenizer with a token for each letter. Others are blanks. options: of transformers."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<s>", "</s>"]
-    tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*special, *LETTERS])}, unk_token=" "))
-    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokens.decoder = decoders.Fuse()
-    pad, bos, eos = special
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token=pad, bos_token=bos, eos_token=eos, **options)
+    made = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=" "))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, **options)
 
 
 def pytest_configure(config: Any) -> None:

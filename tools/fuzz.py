@@ -21,7 +21,6 @@ import io
 import json
 import logging
 import random
-import re
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.command_line import Parser, run_program, some_text, whole
+from tools.foreign_tests import letter_tokenizer, without_values
 
 TIE = 1e-4  # of a logit: eagle_triton.benchmarks.parity has the same bound for fp32
 VOCABULARY = 40
@@ -299,13 +299,7 @@ def build_draft(draft: Any, target: Any) -> Any:
 @lru_cache(maxsize=1)
 def tokenizer() -> Any:
     """A letter for each token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}))
-    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokens.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokens)
+    return letter_tokenizer(LETTERS)
 
 
 def make_prompts(rng: random.Random, most: int = 4) -> list[list[int]]:
@@ -401,7 +395,7 @@ def check_generate(call: Call) -> Outcome:
         row, *others = originals.report()
     on_host = any(other.path == "chosen_on_host" for other in others)
     drawn_alike = row.fallbacks or (on_host and "prompt_lookup_num_tokens" not in options)  # which draws for drafts too
-    where = Outcome("original", _without_values(row.reason)) if row.fallbacks else Outcome("engine")
+    where = Outcome("original", without_values(row.reason)) if row.fallbacks else Outcome("engine")
     if isinstance(got, Exception) or isinstance(expected, Exception):
         if type(got) is not type(expected):
             where.problem = f"the original gave {expected!r:.300}, ours {got!r:.300}"
@@ -452,12 +446,7 @@ def _sequences(result: Any) -> Any:
 
 
 def _kind(refusal: Exception) -> str:
-    return _without_values(str(refusal).split("(")[0])[:100]
-
-
-def _without_values(reason: str) -> str:
-    """A reason without the values of its call, so that alike ones are counted together."""
-    return re.sub(r"\d+", "N", re.sub(r"(\w)=[^;,]*", r"\1", re.sub(r"\[[\d, ]*\]", "[...]", reason)))
+    return without_values(str(refusal).split("(")[0])[:100]
 
 
 def _differing(outcome: Outcome, expected: Any, got: Any, how: str = "") -> Outcome:

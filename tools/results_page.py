@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.cli import ablation_rows
-from eagle_triton.command_line import Parser, run_program
+from eagle_triton.command_line import Parser, option_of, run_program
 from eagle_triton.text_table import cell
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -124,14 +124,14 @@ def command(record: Mapping[str, Any]) -> str:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    option = "--" + name.replace("_", "-")
+    given = option_of(name)
     if name == "upstream":
-        return [option, "CHECKOUT"] if value else []
+        return [given, "CHECKOUT"] if value else []
     if isinstance(value, bool):
-        return [option] * value
-    if isinstance(value, list) and "nargs" in benchmark.OPTIONS.get(option, {}):
-        return [option, *map(shlex.quote, value)]
-    return [option, ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
+        return [given] * value
+    if isinstance(value, list) and "nargs" in benchmark.OPTIONS.get(given, {}):
+        return [given, *map(shlex.quote, value)]
+    return [given, ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
             if isinstance(value, list) else shlex.quote(str(value))]  # fmt: skip
 
 
@@ -160,7 +160,8 @@ def _checkpoints(path: Path, record: Mapping[str, Mapping[str, Any]]) -> str:
         if part not in ("recipe", "bytes")
     ]
     facts = [made["device"], *(f"{key} {made[key]}" for key in ("torch", "transformers"))]
-    return _head(path, facts, made["commit"][:12], None, "python tools/train_demo.py") + table(rows)
+    commit = re.sub(r"^(\w{12})\w+", r"\1", made["commit"])  # as other files have it, perhaps with "+changes"
+    return _head(path, facts, commit, None, "python tools/train_demo.py") + table(rows)
 
 
 def _numbers(values: Mapping[str, Any], before: str = "") -> list[tuple[str, float]]:

@@ -56,22 +56,13 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 def random_works(model: EaModel, count: int, contexts: Sequence[int]) -> Works:
     """Prompts of random tokens: they show the cost of a step, not the worth of drafts."""
-    return {
-        f"{context} random tokens": [
-            prompt.tolist() for prompt in models.random_tokens(model.vocab_size, count, context)
-        ]
-        for context in contexts
-    }
+    tokens = {context: models.random_tokens(model.vocab_size, count, context) for context in contexts}
+    return {f"{context} random tokens": [prompt.tolist() for prompt in found] for context, found in tokens.items()}
 
 
 def _texts(model: EaModel, count: int) -> Works:
-    if model.tokenizer is None:
-        raise ValueError("--model must have a tokenizer, and there is none beside the target")
-    counts = {kind: count * (2 if kind == "warm" else 1) for kind in KINDS}
-    return {
-        kind: [prompt.tolist() for prompt in work(kind, model.tokenizer, number, SEED)]
-        for kind, number in counts.items()
-    }
+    tokenizer = models.tokenizer_of(model)
+    return {kind: work(kind, tokenizer, count * (2 if kind == "warm" else 1), SEED) for kind in KINDS}
 
 
 def compare(

@@ -17,9 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor
-
 from eagle_triton.demo.library import is_held_out, library_paths
 
 KINDS = ("prose", "edit", "warm")
@@ -29,8 +26,8 @@ BEGUN = 0.4  # the share of its lines that the second copy has already
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def work(kind: str, tokenizer: Any, count: int, seed: int) -> list[Tensor]:
-    """`count` prompts, int64 [L] on the CPU, the same for the same tokenizer, seed and Python.
+def work(kind: str, tokenizer: Any, count: int, seed: int) -> list[list[int]]:
+    """The tokens of `count` prompts, the same for the same tokenizer, seed and Python.
 
     "prose": a definition up to the middle of its docstring's first line. "edit": a definition of 100 to 200 tokens, and
     its beginning again under another name, so the prompt holds the continuation. "warm": prompts of "prose", each of
@@ -50,7 +47,7 @@ def work(kind: str, tokenizer: Any, count: int, seed: int) -> list[Tensor]:
         if (prompt := make(node, lines, tokenizer)) is not None:
             prompts[prompt] = None
         if times * len(prompts) == count:
-            return times * [torch.tensor(tokenizer(prompt).input_ids) for prompt in prompts]
+            return times * [tokenizer(prompt).input_ids for prompt in prompts]
     raise ValueError(f"work: count must be at most {times * len(prompts)} for {kind}, got {count}")
 
 

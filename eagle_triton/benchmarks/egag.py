@@ -62,10 +62,8 @@ def _demo(args: argparse.Namespace) -> tuple[Any, Any, Works]:
     dtype = getattr(torch, args.dtype)
     model = models.load_pair(PAIR, None, False, dtype, args.device)
     drafter = load_target(path_of(DRAFT), dtype=dtype).to(args.device)
-    works = {
-        name: [prompt.tolist() for prompt in work(kind, model.tokenizer, args.num_runs, SEED)]
-        for name, kind in (("easy", "edit"), ("hard", "prose"))
-    }
+    kinds = {"easy": "edit", "hard": "prose"}
+    works = {name: work(kind, model.tokenizer, args.num_runs, SEED) for name, kind in kinds.items()}
     return model.base_model, drafter, works
 
 

@@ -15,6 +15,7 @@ from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
 from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram, decode_all, tau_of
 from eagle_triton.benchmarks.record import histogram_table
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
+from eagle_triton.comparison.figures import first_difference
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.text_table import table_of
 
@@ -79,7 +80,8 @@ def _notes(args: argparse.Namespace, found: dict[str, list[Run]]) -> list[str]:
         notes.append(WARNING.format(args.accept_length))
     for name, runs in found.items():
         if args.accept_length is None and args.temperature == 0 and runs is not original:
-            same = sum(_same(a.tokens, b.tokens) for a, b in zip(original, runs, strict=True))
+            pairs = zip(original, runs, strict=True)  # with other drafts, the last step of one may go further
+            same = sum(first_difference(a.tokens, b.tokens) is None for a, b in pairs)
             notes.append(f"same tokens, original and {name}: {same} of {len(original)} prompts")
     times = {name: statistics.median(run.ms_per_step for run in runs) for name, runs in found.items()}
     for name, runs in found.items():
@@ -88,12 +90,6 @@ def _notes(args: argparse.Namespace, found: dict[str, list[Run]]) -> list[str]:
             notes.append(f"a step of the optimised model is {ratio:.2f} x as fast as one of {name}")
     steps = min(sum(len(run.lengths) for run in runs) for runs in found.values())
     return notes + noise(steps, "take more of --num-runs or --max-length")
-
-
-def _same(one: list[int], other: list[int]) -> bool:
-    """Whether two runs gave the same tokens; with other drafts, the last step of one may go further."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
 
 
 def text(rows: list[dict[str, Any]]) -> str:

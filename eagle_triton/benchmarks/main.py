@@ -44,7 +44,7 @@ from eagle_triton.benchmarks.modes import (
     drafters_of,
 )
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_categories, read_questions
-from eagle_triton.command_line import Parser, check_outputs, sentence
+from eagle_triton.command_line import Parser, check_outputs, option_of, sentence
 from eagle_triton.demo import PAIR
 from eagle_triton.text_table import table_of
 
@@ -142,14 +142,10 @@ def _parser(name: str, named: bool, program: str) -> Parser:
         usage = (__doc__ or "").replace("python benchmark.py", f"python {program}" if script else program)
         parser.description = usage.replace("2 benchmark.py", f"2 {'' if script else '--no-python '}{program}")
     own = {*mode.defaults, *mode.on_cpu}  # the summary has their defaults
-    changes = {dest: {"help": OPTIONS[_option(dest)]["help"].partition(" (default")[0]} for dest in own}
+    changes = {dest: {"help": OPTIONS[option_of(dest)]["help"].partition(" (default")[0]} for dest in own}
     add_options(parser, f"{mode.names} {EVERYWHERE}", **changes)
     parser.set_defaults(**{**mode.defaults, **dict.fromkeys(mode.on_cpu)})
     return parser
-
-
-def _option(dest: str) -> str:
-    return f"--{dest.replace('_', '-')}"
 
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
@@ -185,10 +181,9 @@ def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"--category {error}")
     args.questions_sha256 = digest(questions)
     readers = {"draft": OF_THE_HEAD, "eagle1": OF_THE_HEAD, "nodes": WITH_NODES, "block_drafter": OF_A_BLOCK}
-    for option, of in readers.items():
-        if getattr(args, option) and not set(args.drafters) & set(of):
-            drafters = f"--drafters {' '.join(args.drafters)}"
-            parser.error(f"{_option(option)} is not read by {drafters}, but by {', '.join(of)}")
+    for name, of in readers.items():
+        if getattr(args, name) and not set(args.drafters) & set(of):
+            parser.unread(name, f"--drafters {' '.join(args.drafters)}", of)
     if (blocks := [name for name in args.drafters if name in OF_A_BLOCK]) and block_drafter_of(args) is None:
         parser.error(f"--block-drafter must be given for {', '.join(blocks)} with --model {args.model}")
 
@@ -197,7 +192,7 @@ def _check_serve(parser: Parser, args: argparse.Namespace) -> None:
     own: dict[str, Any] = {"model": PAIR, "no_speculation": False}
     for name in (*own, "draft", "shape", "max_num_seqs", "dtype", "device"):
         if args.url is not None and getattr(args, name) != own.get(name):
-            parser.error(f"{_option(name)} must come without --url: it is for a server that is started here")
+            parser.error(f"{option_of(name)} must come without --url: it is for a server that is started here")
     if args.request_rate and args.max_concurrency is None:
         args.max_concurrency = []
     _check_installed(parser, "aiohttp", "benchmark")

@@ -34,7 +34,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
     model = models.load(args)
-    engine, view, draft = models.engine_of(model, model.ea_layer, cuda_graph=False, prefixes=False)
+    engine = models.engine_of(model, model.ea_layer, cuda_graph=False, prefixes=False)
+    view, draft = engine.view, engine.draft
     assert isinstance(draft, EagleDraft), "an EaModel's head"
     spec, ops = draft.read_tree(), engine.ops
     bandwidth = copy_bandwidth(view.device)

@@ -144,24 +144,18 @@ def load_target(args: argparse.Namespace, with_head: bool, block: str | None) ->
             target = Target(causal_lm, causal_lm, None, loading.load_tokenizer(place))
         except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"--model {args.model} cannot be loaded: {sentence(error)}") from error
-    if target.tokenizer is None:
-        raise ValueError("--model must have a tokenizer, and there is none beside the target")
+    tokenizer_of(target)
     return target._replace(block=load_block(block, target.causal_lm))
 
 
-class Reading(NamedTuple):
-    """The engine of a target and its draft, and the two in the form that it reads."""
-
-    engine: Engine
-    view: ModelView
-    draft: Draft | None
-
-    def read_tree(self) -> TreeSpec:
-        """The draft's own tree."""
-        return PLAIN if self.draft is None else self.draft.read_tree()
+def tokenizer_of(target: Any) -> Any:
+    """The tokenizer of an EaModel or a `Target`. Raises ValueError if there is none."""
+    if target.tokenizer is None:
+        raise ValueError("--model must have a tokenizer, and there is none beside the target")
+    return target.tokenizer
 
 
-def engine_of(target: Any, head: nn.Module | None, cuda_graph: bool | None = None, **options: Any) -> Reading:
+def engine_of(target: Any, head: nn.Module | None, cuda_graph: bool | None = None, **options: Any) -> Engine:
     """The engine of a target and its head, as every call of the package makes it; None: decode plainly.
 
     cuda_graph: None captures each step on a GPU. options: of `EngineOptions`.
@@ -170,7 +164,12 @@ def engine_of(target: Any, head: nn.Module | None, cuda_graph: bool | None = Non
     roots = {"model": target} if alone else {"model": target, "head": head}
     engine, draft, *_ = assemble(target, head, EngineOptions(**options), roots, lambda: PLAIN, cuda_graph=cuda_graph)
     engine.draft = draft
-    return Reading(engine, engine.view, draft)
+    return engine
+
+
+def own_tree(engine: Engine) -> TreeSpec:
+    """The tree of the engine's draft."""
+    return PLAIN if engine.draft is None else engine.draft.read_tree()
 
 
 def positions(model: EaModel) -> int | None:
@@ -199,9 +198,8 @@ def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
 
 def encoded(model: EaModel, texts: list[str], new: int) -> list[Tensor]:
     """Token ids [1, L] of each text. Raises ValueError if one is too long for the model, or has no token."""
-    if model.tokenizer is None:
-        raise ValueError("--model must have a tokenizer, and there is none beside the target")
-    found = [model.tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in texts]
+    tokenizer = tokenizer_of(model)
+    found = [tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in texts]
     lengths = [prompt.shape[1] for prompt in found]
     if not min(lengths):
         raise ValueError("--prompt must give at least one token, got none")
@@ -221,10 +219,10 @@ def weight_bytes(view: ModelView, draft: Draft | None, spec: TreeSpec, batch: in
 
 
 def beside_floor(
-    figures: dict[str, Any], reading: Reading, spec: TreeSpec, batch: int, bandwidth: float
+    figures: dict[str, Any], engine: Engine, spec: TreeSpec, batch: int, bandwidth: float
 ) -> dict[str, Any]:
     """Figures of a step, with the time to read its weights at `bandwidth` bytes per second."""
-    floor_ms = weight_bytes(reading.view, reading.draft, spec, batch) / bandwidth * 1e3
+    floor_ms = weight_bytes(engine.view, engine.draft, spec, batch) / bandwidth * 1e3
     return {**figures, "floor_ms": floor_ms, "floor_share": floor_ms / figures["ms_per_step"]}
 
 

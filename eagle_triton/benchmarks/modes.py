@@ -1,4 +1,4 @@
-"""The modes of the benchmark and their options. Standard library only."""
+"""The modes of the benchmark and their options. Nothing here waits for torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from eagle_triton.command_line import (
     whole,
 )
 from eagle_triton.demo import BLOCK, HYBRID, PAIR
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 
 SHAPES = dict.fromkeys(
     (
@@ -35,7 +36,12 @@ SHAPES = dict.fromkeys(
     131072,
 )  # positions of eagle_triton.models.shapes
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
-TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
+TREES = {  # of benchmarks/mtp.py
+    "plain": PLAIN,
+    "chain-4": TreeSpec.chain(4),
+    "tree-32": TreeSpec.dynamic(32, 3, 10),
+    "tree-60": TreeSpec.dynamic(60, 7, 10),
+}
 BY_OTHERS = ("dflash-chain", "dflash-tree-64", "dflash-tree-128", "model-chain-5")  # random drafters besides the head
 DECODINGS = (
     *("greedy", "sampled", "plain", "plain-separate", "chain-3", "chain-7", "tree-128", "tree-256"),
@@ -110,7 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--hybrid": _names(
         HYBRIDS, "random weights of this shape (default: qwen3.5-9b), or the embedded demo-gdn over its held-out "
         "prompts", "qwen3.5-9b"),
-    "--tree": _several(TREES, "(default: all)"),
+    "--tree": _several(tuple(TREES), "(default: all)"),
     "--decoding": _several(
         DECODINGS, "(default: the first three, two of them with the head's own tree; plain-separate: without the "
         "launch of all layers; grammar: outputs are JSON; with --shape also drafts of a random block drafter, dflash, "

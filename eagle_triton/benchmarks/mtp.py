@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_triton.benchmarks.drafters import compare, figures
 from eagle_triton.benchmarks.models import beside_floor, engine_of, random_tokens
+from eagle_triton.benchmarks.modes import TREES
 from eagle_triton.benchmarks.original_and_patched import top2_margin
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
@@ -31,12 +32,6 @@ from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.mtp import MTP
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid
 
-SPECS = {
-    "plain": PLAIN,
-    "chain-4": TreeSpec.chain(4),
-    "tree-32": TreeSpec.dynamic(32, 3, 10),
-    "tree-60": TreeSpec.dynamic(60, 7, 10),
-}  # modes.TREES
 DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pass
 COLUMNS = (
     "=variant, batch, slots, context, ms/step=ms_per_step, device ms=device_ms, floor ms=floor_ms, "
@@ -58,22 +53,22 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         )
     model, head = random_hybrid(args.hybrid, args.device, dtype)
     vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
-    reading = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
-    engine, view, _ = reading
+    engine = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
+    view = engine.view
     bandwidth = copy_bandwidth(view.device)
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
     contexts = args.context or [512 if view.device.type == "cuda" else 32]
-    cases = list(itertools.product(args.tree or SPECS, args.batch or [1], contexts, slots_of(args)))
+    cases = list(itertools.product(args.tree or TREES, args.batch or [1], contexts, slots_of(args)))
     with torch.no_grad(), progress(args, cases, "decode steps") as bar:
         for name, batch, context, slots in bar:
             bar.set_postfix_str(f"{name}, batch {batch}, context {context}")
             engine.clear()
-            spec, slots = SPECS[name], slots or batch
+            spec, slots = TREES[name], slots or batch
             prompts = [prompt.to(view.device) for prompt in random_tokens(view.vocab_size, batch, context, least=1)]
             target = model if batch == 1 else None
             figures = optimised_step(engine, prompts, spec, SamplingParams(), args.num_runs, target, slots=slots)
             case = {"variant": name, "batch": batch, "slots": slots, "context": context}
-            rows.append(case | beside_floor(figures, reading, spec, batch, bandwidth))
+            rows.append(case | beside_floor(figures, engine, spec, batch, bandwidth))
         engine.clear()
         for context in contexts:
             (prompt,) = random_tokens(view.vocab_size, 1, context, least=1)
@@ -100,8 +95,8 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
     tokenizer = load_tokenizer(path)
     assert tokenizer is not None, "the demo has a tokenizer"
     prompts = [tokenizer(text).input_ids for text in demo_prompts(args.num_runs)]
-    names = ["plain", *(name for name in args.tree or SPECS if name != "plain")]
-    variants = {name: partial(_inference, model, SPECS[name]) for name in names}
+    names = ["plain", *(name for name in args.tree or TREES if name != "plain")]
+    variants = {name: partial(_inference, model, TREES[name]) for name in names}
     plain: list[Answer] = []
     for found in compare(variants, {HYBRID: prompts}, args):
         name, answers = list(found[HYBRID].items())[-1]

@@ -43,10 +43,9 @@ COLUMNS = (
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add two rows for each batch and context, one for each context that enters a batch, and one of short requests."""
     model = models.load(args)
-    reading = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
-    engine, view, _ = reading
-    contexts = args.context or ([64, 512, 2048] if view.device.type == "cuda" else [32])
-    cases, tree = [(batch, context) for batch in args.batch for context in contexts], reading.read_tree()
+    engine = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
+    contexts = args.context or ([64, 512, 2048] if engine.device.type == "cuda" else [32])
+    cases, tree = [(batch, context) for batch in args.batch for context in contexts], models.own_tree(engine)
     with torch.no_grad(), progress(args, cases, "prompts") as bar:
         for batch, context in bar:
             spec = tree if batch * tree.nodes <= LARGEST_TREES else PLAIN

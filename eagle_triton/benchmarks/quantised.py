@@ -104,12 +104,8 @@ class Linear4bit(nn.Linear):
         return nn.functional.linear(x, weight.dequantised(x.dtype), self.bias)
 
 
-def _of_package(kind: type, name: str) -> None:
-    """Mark a class as a package's, by which the engine recognises its modules."""
-    kind.__module__ = kind.forward.__module__ = name  # type: ignore[attr-defined]
-
-
-_of_package(Linear4bit, "bitsandbytes.nn.modules")
+# By this the engine recognises the package's modules.
+Linear4bit.__module__ = Linear4bit.forward.__module__ = "bitsandbytes.nn.modules"
 
 
 def compressed(weight: Tensor, bias: Tensor | None) -> nn.Module:

@@ -33,28 +33,31 @@ from eagle_triton.models.shapes import BLOCK_SIZE
 
 
 class Decoding(NamedTuple):
+    """drafts: by the "head", a "block" drafter, a small "model", or by "none". block: the numbers of nodes and children
+    of a block drafter's tree. one_launch: all layers of one row may run in one launch. grammar: outputs are JSON."""
+
     sampling: SamplingParams
     tree: TreeSpec | None  # None: the draft's own
-    block: tuple[int, int] | None = None  # a block drafter drafts a tree with these numbers of nodes and children
-    model: bool = False  # a small model drafts
-    one_launch: bool = True  # all layers of one row may run in one launch
-    grammar: bool = False  # outputs are JSON
+    drafts: str = "head"
+    block: tuple[int, int] | None = None
+    one_launch: bool = True
+    grammar: bool = False
 
 
 GREEDY = SamplingParams()
 DECODINGS = {
     "greedy": Decoding(GREEDY, None),
     "sampled": Decoding(SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0), None),
-    "plain": Decoding(GREEDY, PLAIN),
-    "plain-separate": Decoding(GREEDY, PLAIN, one_launch=False),
+    "plain": Decoding(GREEDY, PLAIN, "none"),
+    "plain-separate": Decoding(GREEDY, PLAIN, "none", one_launch=False),
     "chain-3": Decoding(GREEDY, TreeSpec.chain(3)),
     "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
     "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
     "tree-256": Decoding(GREEDY, TreeSpec.dynamic(256, 7, 16)),
-    "dflash-chain": Decoding(GREEDY, None, (BLOCK_SIZE, 1)),
-    "dflash-tree-64": Decoding(GREEDY, None, (64, 8)),
-    "dflash-tree-128": Decoding(GREEDY, None, (128, 8)),
-    "model-chain-5": Decoding(GREEDY, TreeSpec.chain(5), model=True),
+    "dflash-chain": Decoding(GREEDY, None, "block", (BLOCK_SIZE, 1)),
+    "dflash-tree-64": Decoding(GREEDY, None, "block", (64, 8)),
+    "dflash-tree-128": Decoding(GREEDY, None, "block", (128, 8)),
+    "model-chain-5": Decoding(GREEDY, TreeSpec.chain(5), "model"),
     "grammar": Decoding(GREEDY, None, grammar=True),
 }  # modes.DECODINGS
 ORIGINALS = ("greedy", "sampled", "plain")  # decodings of a model without the engine
@@ -89,8 +92,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
     @functools.cache
-    def engine_for(drafts: str, one_launch: bool) -> tuple[models.Reading, Any]:
-        """A model read with a drafter, and the drafter: a block drafter, a small model, the head, or None."""
+    def engine_with(drafts: str, one_launch: bool) -> tuple[Engine, Any]:
+        """The engine of a drafter, and the drafter: a block drafter, a small model, the head, or None."""
         make: dict[str, Callable[[], Any]] = {
             "block": lambda: models.block_drafter(model, sure=mean is not None),
             "model": lambda: models.draft_model(args),
@@ -99,28 +102,26 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         }
         target, drafter = model if drafts == "head" else model.base_model, make[drafts]()
         draft_dtype = None if drafts == "none" else args.draft_weights
-        found = models.engine_of(target, drafter, prefixes=False, draft_dtype=draft_dtype)
-        found.engine.ops.one_launch &= one_launch
-        return found, drafter
+        engine = models.engine_of(target, drafter, prefixes=False, draft_dtype=draft_dtype)
+        engine.ops.one_launch &= one_launch
+        return engine, drafter
 
-    def reading(decoding: str) -> tuple[models.Reading, TreeSpec]:
+    def engine_for(decoding: str) -> tuple[Engine, TreeSpec]:
         """The engine of a decoding, and its tree."""
-        _, tree, block, by_model, one_launch, _ = DECODINGS[decoding]
-        drafts = "block" if block else "model" if by_model else "none" if tree is PLAIN else "head"
-        found, drafter = engine_for(drafts, one_launch)
+        _, tree, drafts, block, one_launch, _ = DECODINGS[decoding]
+        engine, drafter = engine_with(drafts, one_launch)
         if block is not None:
             drafter.total_token, drafter.top_k = block
-        return found, tree or found.read_tree()
+        return engine, tree or models.own_tree(engine)
 
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
         case = {"variant": variant, "decoding": decoding, "batch": batch, "context": context}
-        found, spec = reading(decoding)
-        rows.append(case | models.beside_floor(figures, found, spec, batch, bandwidth))
+        rows.append(case | models.beside_floor(figures, *engine_for(decoding), batch, bandwidth))
 
     with torch.no_grad(), fixed_acceptance(mean, module), progress(args, cases, "decode steps") as bar:
         for decoding, batch, context, slots in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
-            (engine, *_), spec = reading(decoding)
+            engine, spec = engine_for(decoding)
             prompts = [prompt.to(device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
             sampling, grammar = DECODINGS[decoding].sampling, DECODINGS[decoding].grammar
             target = None if mean is not None or grammar else model.base_model  # to compare tokens with
@@ -142,7 +143,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, max(contexts) + 1024))
-    found = (reading(decoding)[0].engine.notes.items() for decoding in decodings)
+    found = (engine_for(decoding)[0].notes.items() for decoding in decodings)
     notes += dict.fromkeys(f"{path}: {reason}" for path, reason in itertools.chain.from_iterable(found))
     notes += noise(STEPS[device.type] * args.num_runs, "take more of --num-runs")
 

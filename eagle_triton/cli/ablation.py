@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from eagle_triton import command_line
 from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, SUMMARY, Conditions, Job, Results, plot, summary
 from eagle_triton.cli.settings import MAX_SEED, READERS, Settings, read_processor
-from eagle_triton.command_line import Parser, sentence
+from eagle_triton.command_line import Parser, option_of, sentence
 from eagle_triton.demo import BLOCK, DRAFT, PAIR, demo_prompts
 from eagle_triton.text_table import table_of
 
@@ -202,14 +202,14 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
         args.prompts_by_id = {f"demo-{n}": text for n, text in enumerate(demo_prompts(args.prompts or 5), 1)}
     own = {"drafter": DRAFT, "block_drafter": BLOCK} if args.target == PAIR else {}
     for name, methods in READERS.items():
-        option, readers = f"--{name.replace('_', '-')}", [group for group in GROUPS if GROUPS[group].method in methods]
+        readers = [group for group in GROUPS if GROUPS[group].method in methods]
         drafting = [group for group in args.groups if group in readers]
         if getattr(args, name) is not None and not drafting:
-            parser.error(f"{option} is not read by --groups {','.join(args.groups)}, but by {', '.join(readers)}")
+            parser.unread(name, f"--groups {','.join(args.groups)}", readers)
         if getattr(args, name) is None:
             setattr(args, name, own.get(name))
         if getattr(args, name) is None and drafting and name != "head":
-            parser.error(f"{option} must be given for {', '.join(drafting)} with --target {args.target}")
+            parser.error(f"{option_of(name)} must be given for {', '.join(drafting)} with --target {args.target}")
 
 
 def _words(parser: Parser, option: str, given: list[str], known: Any) -> list[str]:

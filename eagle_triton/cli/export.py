@@ -83,7 +83,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
             parser.error(f"--{name} must come with --check: nothing else runs a model")
     for name, engines in METHODS_FOR_OPTION.items():
         if getattr(args, name) != parser.get_default(name) and args.to not in engines:
-            parser.error(f"--{name.replace('_', '-')} is not read by --to {args.to}, but by {', '.join(engines)}")
+            parser.unread(name, f"--to {args.to}", engines)
     if None not in (args.depth, args.num_speculative_tokens):
         parser.error("--depth must come without --num-speculative-tokens: both set the length of a chain")
     command_line.check_device(parser, args.device or "cpu")

@@ -20,7 +20,7 @@ from eagle_triton import command_line
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import KINDS, METHODS, READERS, Settings
-from eagle_triton.command_line import Parser
+from eagle_triton.command_line import Parser, option_of
 from eagle_triton.demo import BLOCK, DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
 
@@ -87,19 +87,15 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     defaults = Settings()
     for name in OPTIONS:
         kind, default = KINDS[name], getattr(defaults, name)
-        how: dict[str, Any] = {"choices": kind.choices or None, "metavar": None if kind.choices else "VALUE"}
+        how: dict[str, Any] = {"choices": kind.choices} if kind.choices else {"metavar": "VALUE", "type": kind.argument}
         how = {"action": "store_true"} if kind.type is bool else how
         shown = "" if default in (None, False) else f" (default: {default})"
         by = "" if kind.readers == METHODS else f"; read by {', '.join(kind.readers)}"
-        add(_option(name), **how, help=f"{kind.summary}{shown}{by}", default=None)
+        add(option_of(name), **how, help=f"{kind.summary}{shown}{by}", default=None)
     command_line.add_device(parser)
     args = parser.parse_args(argv)
     _choose_method(parser, args)
     return parser, args, _settings(parser, args)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
@@ -109,22 +105,12 @@ def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
         args.method = given[0] if given else "speculative" if args.model == PAIR else "target"
     for name, readers in READERS.items():
         if getattr(args, name) is not None and args.method not in readers:
-            parser.error(f"{_option(name)} is not read by --method {args.method}, but by {', '.join(readers)}")
+            parser.unread(name, f"--method {args.method}", readers)
     for name, kind, own in (("drafter", "a smaller model", DRAFT), ("block_drafter", "one", BLOCK)):
         if getattr(args, name) is None and args.method in READERS[name]:
             if args.model != PAIR:
-                parser.error(f"{_option(name)} must name {kind} for --method {args.method}")
+                parser.error(f"{option_of(name)} must name {kind} for --method {args.method}")
             setattr(args, name, own)
-
-
-def _read(parser: Parser, name: str, text: str) -> Any:
-    """The value of an option. Ends the program if the value is wrong."""
-    try:
-        value = KINDS[name].read(_option(name), text)
-        KINDS[name].check(_option(name), value)
-    except (ValueError, TypeError) as error:
-        parser.error(str(error))
-    return value
 
 
 def _settings(parser: Parser, args: argparse.Namespace) -> Settings:
@@ -135,10 +121,10 @@ def _settings(parser: Parser, args: argparse.Namespace) -> Settings:
         if value is None:
             continue
         if args.method not in readers:
-            parser.error(f"{_option(name)} is not read by --method {args.method}, but by {', '.join(readers)}")
+            parser.unread(name, f"--method {args.method}", readers)
         if name.startswith("egag_") and not args.egag:
-            parser.error(f"{_option(name)} must come with --egag")
-        options[name] = value if value is True else _read(parser, name, value)
+            parser.error(f"{option_of(name)} must come with --egag")
+        options[name] = value
     if args.temperature is not None:
         options["temperature"] = args.temperature
         kinds = {(False, False): "multinomial", (True, False): "topk", (False, True): "nucleus"}

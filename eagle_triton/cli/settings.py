@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -66,6 +67,15 @@ class Kind(NamedTuple):
             with suppress(ValueError):
                 return self.type(text)
         raise ValueError(f"{name} must be {WORDS[self.type]}, got {text!r}")
+
+    def argument(self, text: str) -> Any:
+        """The value of an argument, for argparse, which puts the option in front of an error."""
+        try:
+            value = self.read("", text)
+            self.check("", value)
+        except (ValueError, TypeError) as error:
+            raise argparse.ArgumentTypeError(str(error).lstrip()) from None
+        return value
 
 
 WORDS: dict[type, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}

@@ -6,18 +6,16 @@ import argparse
 import dataclasses
 import functools
 import json
-import platform
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
-import transformers
 from transformers import AutoTokenizer
 
+from eagle_triton.benchmarks.record import machine
 from tools.demo import block, draft, hybrid, mixture
 from tools.demo.corpus import (
     held_out_prompts,
@@ -30,8 +28,6 @@ from tools.demo.corpus import (
 from tools.demo.recipe import STAGES, Recipe
 from tools.demo.training import Run, Teacher, evaluate, head_corpus, train_head, train_target
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def file_sizes(directory: Path) -> dict[str, int]:
     sizes = {
@@ -40,18 +36,6 @@ def file_sizes(directory: Path) -> dict[str, int]:
         if path.suffix in (".json", ".safetensors")
     }
     return {**sizes, "total": sum(sizes.values())}
-
-
-def environment(device: torch.device) -> dict:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "commit": git.stdout.strip() if git.returncode == 0 else None,
-    }
 
 
 class Pipeline:
@@ -181,7 +165,8 @@ def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
         begin = time.monotonic()
         reached = getattr(pipeline, stage)()
         seconds = round(time.monotonic() - begin, 1)
-        results[stage] = {**reached, "seconds": seconds, "made_with": environment(run.device)}
+        made_with = {**machine(run.device), "tokenizers": tokenizers.__version__}
+        results[stage] = {**reached, "seconds": seconds, "made_with": made_with}
         if not stage.startswith("evaluate"):
             results["recipe"] = {**dataclasses.asdict(recipe), "dtype": str(recipe.dtype)}
         results["bytes"] = file_sizes(run.output)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.benchmarks.original_and_patched import decode, tau_of
+from eagle_triton.comparison.figures import first_difference
 from tools.demo.corpus import END_OF_TEXT_ID, windows, write_json
 from tools.demo.recipe import Recipe
 from tools.demo.unroll import unroll
@@ -362,29 +364,22 @@ def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
             ea_model_path=str(run.output / kind),
             use_eagle3=kind == "eagle3",
         ).to(run.device)
-        rows = []
+        found, shares, equal = [], [], 0
         for prompt in prompts:
-            ids = model.tokenizer(prompt, return_tensors="pt").input_ids.to(run.device)
-            out, emitted, last_step = model.eagenerate(ids, max_new_tokens=new_tokens, log=True)
-            plain = model.naivegenerate(ids, max_new_tokens=new_tokens)
-            shared = min(out.shape[1], plain.shape[1])
-            written = out[0, ids.shape[1] :].tolist()
-            rows.append(
-                {
-                    "emitted": int(emitted),
-                    "passes": int(last_step) + 1,
-                    "distinct": len(set(written)) / len(written),
-                    "equal": torch.equal(out[0, :shared], plain[0, :shared]),
-                }
-            )
-        varied = [row for row in rows if row["distinct"] >= 0.25]
+            ids = model.tokenizer(prompt, return_tensors="pt").input_ids
+            drafted, plain = (decode(model, ids, new_tokens, plain=way) for way in (False, True))
+            written = drafted.tokens[drafted.prompt_length :]
+            found.append(drafted)
+            shares.append(len(set(written)) / len(written))
+            equal += first_difference(drafted.tokens, plain.tokens) is None
+        varied = [drafted for drafted, share in zip(found, shares, strict=True) if share >= 0.25]
         outcome[kind] = {
-            "tau": mean_tau(rows),
-            "tau_varied": mean_tau(varied),
-            "prompts": len(rows),
+            "tau": round(tau_of(found), 3),
+            "tau_varied": round(tau_of(varied), 3) if varied else None,
+            "prompts": len(found),
             "prompts_varied": len(varied),
-            "prompts_with_equal_tokens": sum(row["equal"] for row in rows),
-            "distinct_token_share": round(sum(row["distinct"] for row in rows) / len(rows), 3),
+            "prompts_with_equal_tokens": equal,
+            "distinct_token_share": round(sum(shares) / len(shares), 3),
         }
         print(f"  {kind}: {outcome[kind]}", flush=True)
     return outcome
@@ -411,12 +406,6 @@ def compare_with_generate(
         outcome[name] = {"tau": tau, "prompts": len(prompts), "prompts_with_equal_tokens": equal}
         print(f"  {name}: {outcome[name]}", flush=True)
     return outcome
-
-
-def mean_tau(rows: list[dict]) -> float | None:
-    """Emitted tokens per target forward over all rows; None without rows."""
-    passes = sum(row["passes"] for row in rows)
-    return round(sum(row["emitted"] for row in rows) / passes, 3) if passes else None
 
 
 # --- the frame ---

@@ -19,6 +19,7 @@ from eagle_triton.engine.memory.pages import PAGE_ROWS
 from eagle_triton.models.shapes import SHAPES
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.reference.attention import tree_attention
+from eagle_triton.reference.tree_decoding import _ancestor_closure
 from tools.tuning.sweep import compile_all, time_graph, write_table
 
 CACHE_BYTES = 400e6  # of all caches together, at least: several times L2
@@ -69,15 +70,12 @@ def make_case(heads: Heads, nodes: int, batch: int, keys: int, device: str, laye
     layers = layers or max(2, int(CACHE_BYTES / size))
     bf16 = {"device": device, "dtype": torch.bfloat16}
     table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
-    parents = torch.tensor([max(0, (node - 1) // 3) for node in range(nodes)])
-    seen = torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        seen[node] |= seen[parents[node]]
+    parents = torch.tensor([[max(0, (node - 1) // 3) for node in range(nodes)]], device=device)
     return Case(
         torch.randn(batch, nodes, heads.queries, heads.width, **bf16),
         torch.randn(batch * pages, layers, 2, heads.keys, PAGE_ROWS, heads.width, **bf16).permute(1, 2, 0, 3, 4, 5),
         torch.full((batch,), keys, dtype=torch.int32, device=device),
-        pack_ancestors(seen.to(device).expand(batch, -1, -1)),
+        pack_ancestors(_ancestor_closure(parents).expand(batch, -1, -1)),
         table,
     )
 

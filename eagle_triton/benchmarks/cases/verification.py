@@ -12,16 +12,15 @@ from torch import Tensor
 
 from eagle_triton.benchmarks.cases.case import DEPTH, NODES, Case, CaseMaker, Sizes
 from eagle_triton.operands.sampling import SamplingTensors
-from eagle_triton.reference import verification
+from eagle_triton.reference import tree_decoding, verification
 
 
 def verification_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
     """From logits to the accepted path. The target agrees with a few drafts. Its logits are as peaked as a model's, or
     flat: then the filters keep thousands of tokens, and many tie at the cut."""
     parents, vocab = maker.parents(), sizes.vocab
-    path = [NODES - 1]  # from the root to the last node
-    while path[0]:
-        path.insert(0, int(parents[0, path[0]]))
+    ancestors = tree_decoding._ancestor_closure(parents)
+    path = ancestors[0, -1].nonzero().flatten().tolist()  # from the root to the last node
 
     def make(generator: torch.Generator, std: float = 8.0) -> tuple:
         logits = maker.normal(generator, 1, NODES, vocab, std=std)
@@ -40,9 +39,7 @@ def verification_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
         temperature=one(1.0, torch.float32), top_k=one(0, torch.int32), top_p=one(0.9, torch.float64),
         min_p=one(0.0, torch.float32), seed=one(1, torch.int64), step=one(1, torch.int64),
     )  # fmt: skip
-    lengths, depths = one(1000, torch.int32), torch.zeros_like(parents)
-    for node in range(1, NODES):
-        depths[:, node] = depths[:, int(parents[0, node])] + 1
+    lengths, depths = one(1000, torch.int32), ancestors.sum(-1, dtype=torch.int32) - 1
 
     case = partial(maker.case, "verification")
     moved, name = NODES * vocab * maker.dtype.itemsize, f"from logits [{NODES}, {vocab}]"
