@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from eagle_triton.runtime.fallback import triton_version
+from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 _SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -59,9 +60,7 @@ def await_others(PDL: tl.constexpr):
 def can_overlap(device: torch.device) -> bool:
     """Whether kernels may start early: if compiled, on NVIDIA's compute capabilities 9 and 10, from Triton 3.5 on."""
     compiled = isinstance(await_inputs, triton.JITFunction) and triton_version() >= (3, 5)  # 3.4 compiles no gdc_wait
-    if device.type != "cuda" or torch.version.hip is not None or not compiled:
-        return False
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return compiled and compute_capability(device)[0] in (9, 10)
 
 
 def early_start(device: torch.device) -> dict[str, bool]:

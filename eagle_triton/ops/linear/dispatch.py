@@ -27,12 +27,12 @@ from eagle_triton.ops.linear.settings import (
     can_stream,
     has_descriptors,
     launch_settings,
-    multiprocessors_of,
 )
 from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, parts_of
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from eagle_triton.runtime.gpu import multiprocessors_of
 from eagle_triton.runtime.row_formats import ProductRows, RowFormat, whole_of
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 

@@ -35,7 +35,6 @@ from eagle_triton.ops.linear.settings import (
     STACKED,
     Portable,
     Streaming,
-    compute_capability,
     has_descriptors,
     portable_settings,
 )
@@ -43,6 +42,7 @@ from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, 
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
+from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.row_formats import (
     GROUP,

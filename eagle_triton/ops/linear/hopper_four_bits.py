@@ -51,7 +51,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, compute_capability, tiles_of
+from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.four_bit_weight import MIDDLE, FourBitWeight, Packing
 from eagle_triton.runtime.gluon import (
@@ -68,6 +68,7 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 from eagle_triton.runtime.row_formats import MAX_ORDERED_ROWS, WordOrdered

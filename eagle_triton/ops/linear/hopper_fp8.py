@@ -48,7 +48,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -65,6 +65,7 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from eagle_triton.runtime.gpu import multiprocessors_of
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 

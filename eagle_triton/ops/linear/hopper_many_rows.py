@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barriers, descriptor, room_for
-from eagle_triton.ops.linear.settings import MAX_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
+from eagle_triton.ops.linear.settings import MAX_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide
 from eagle_triton.runtime.gluon import (
     async_load,
     async_store,
@@ -34,6 +34,7 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from eagle_triton.runtime.gpu import multiprocessors_of
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
