@@ -21,6 +21,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -76,6 +77,15 @@ def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.
 
     def start(*args, **options) -> None:
         prefer_shared_memory(launch(kernel, grid)(*args, **options, **early_start(device), **NO_FMA_FUSION))
+
+    return start
+
+
+def overlapped_on_hopper(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """The same for a Gluon kernel of Hopper. It lets the next kernel start, and waits for others, by Gluon's names."""
+
+    def start(*args, **options) -> None:
+        prefer_shared_memory(launch(kernel, grid)(*args, **options, launch_pdl=True, **NO_FMA_FUSION))
 
     return start
 
