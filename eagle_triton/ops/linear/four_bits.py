@@ -243,20 +243,6 @@ def dequantise(weight: FourBitWeight, out: Tensor, first: int = 0) -> None:
     )
 
 
-def linear_four_bits(
-    x: ProductRows,
-    weight: FourBitWeight,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    keep_splits: bool = False,
-    settings: Streaming | None = None,
-) -> Tensor | SplitSums:
-    """x @ weight.T (+ bias) (+ residual). dispatch.linear has checked the arguments."""
-    (out,) = linear_stack_four_bits(x, [weight], [bias], keep_splits=keep_splits, settings=settings)
-    return out if residual is None else residual + total_of(out)
-
-
 def linear_stack_four_bits(
     x: ProductRows,
     weights: Sequence[FourBitWeight],

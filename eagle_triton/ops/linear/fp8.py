@@ -172,20 +172,6 @@ def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def linear_fp8(
-    x: ProductRows,
-    weight: Float8Weight,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    keep_splits: bool = False,
-    settings: Streaming | None = None,
-) -> Tensor | SplitSums:
-    """x @ weight.T (+ bias) (+ residual). dispatch.linear has checked the arguments."""
-    (out,) = linear_stack_fp8(x, [weight], [bias], keep_splits=keep_splits and residual is None, settings=settings)
-    return out if residual is None else residual + total_of(out)
-
-
 def linear_stack_fp8(
     x: ProductRows,
     weights: Sequence[Float8Weight],
