@@ -209,10 +209,7 @@ def delta_chunk(
     state: Tensor,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
-    """`delta_recurrent` by chunks of 64 tokens: a chunk is solved as a tree, then the state moves on.
-
-    `pieces`: the B rows are pieces of prompts in some slots, each one chunk of at most 64 tokens, and `state` has all
-    slots, [slots, HV, K, V].
+    """`delta_recurrent` by chunks of 64 tokens; see reference.gated_delta.delta_chunk.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
