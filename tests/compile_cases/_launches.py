@@ -61,23 +61,27 @@ def launches(
     launcher: Callable[..., object],
     *args: Any,
     targets: tuple[str, ...] | None = None,
+    gluon: bool = True,
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[tuple]:
     """The cases of all launches of a call on the first of these targets. None: they are the same on all.
 
-    options: of the cases, see compile_kernels.py; `local` is by the kernels' names.
+    gluon: whether Gluon kernels can be used there. options: of the cases, see compile_kernels.py; `local` is by the
+    kernels' names.
     """
-    with _passing_for(HOPPER[0] if targets is None else targets[0]), recorded() as found:
+    with _passing_for(HOPPER[0] if targets is None else targets[0], gluon), recorded() as found:
         launcher(*args, **kwargs)
     options = dict(options or {}) if targets is None else {"targets": targets, **(options or {})}
     return [_case(name, launch, options) for launch in found.values()]
 
 
 @contextmanager
-def _passing_for(target: str) -> Iterator[None]:
+def _passing_for(target: str, gluon: bool) -> Iterator[None]:
     """Every device passes for a GPU of this kind."""
     answers = {"compute_capability": _CAPABILITIES[target], "multiprocessors_of": 132, "can_overlap": True}
+    answers |= {"_capability": _CAPABILITIES[target] if target != "gfx942" else None}
+    answers |= {} if gluon else {"gluon_module": None}
     places = [
         (module, name, getattr(module, name))
         for module_name, module in sys.modules.items()
@@ -106,7 +110,7 @@ def _case(name: str, launch: Launch, options: dict[str, Any]) -> tuple:
     unaligned: list[str] = []
     for place, parameter in enumerate(kernel.params):
         argument, value = parameter.name, values[parameter.name]
-        if argument == "PDL":  # of the target that is compiled for
+        if argument == "PDL" and isinstance(value, bool):  # of the target that is compiled for
             signature[argument] = "i32"
             options.pop("launch_pdl", None)
         elif parameter.is_constexpr:

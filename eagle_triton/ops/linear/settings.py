@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton.runtime.gpu import compute_capability
+from eagle_triton.runtime.gpu import multiprocessors_of as multiprocessors_of  # imported from here by ops/experts
 
 
 class Settings(NamedTuple):
