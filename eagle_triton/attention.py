@@ -30,7 +30,7 @@ from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
 from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts, view
 from eagle_triton.runtime.fallback import gluon_module, triton_version
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
-from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
+from eagle_triton.runtime.overlap import can_overlap, overlapped_on_hopper, prefer_shared_memory
 from eagle_triton.runtime.row_formats import (
     GROUP,
     Float8Pair,
@@ -263,10 +263,9 @@ def _launch(
 
     if streamed is not None:
         grid = triton.cdiv(rows, streamed.ROWS), batch * kv_heads, use.programs
-        compiled = launch(streamed.tree_attention_kernel, grid)(
+        overlapped_on_hopper(streamed.tree_attention_kernel, grid)(
             *operands, sliding_window, KEYS=keys, **sizes, NODES=streamed.nodes_for(nodes, words),
-            STAGES=streamed.stages_of(width), READ_EARLY=prefetch_before_wait,
-            num_warps=4, maxnreg=streamed.REGISTERS, launch_pdl=True, **NO_FMA_FUSION,
+            STAGES=streamed.stages_of(width), READ_EARLY=prefetch_before_wait, num_warps=4, maxnreg=streamed.REGISTERS,
         )  # fmt: skip
     else:
         grid = triton.cdiv(rows, use.block_m), batch * kv_heads, use.programs
@@ -276,7 +275,7 @@ def _launch(
             num_warps=use.num_warps, num_stages=use.num_stages, **NO_FMA_FUSION,
             **({"launch_pdl": True} if pdl == 2 else {}), **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
         )  # fmt: skip
-    prefer_shared_memory(compiled)
+        prefer_shared_memory(compiled)
 
     if parts is not None:
         block_r = merge_rows_of(use.splits, width)

@@ -1,13 +1,16 @@
 """Compile every kernel, in the settings used in production, for four targets; needs no GPU.
 
     python tests/compile_kernels.py [--every | --first | --largest] [--on TARGETS] [--listing FILE.json] [stem ...]
+    python tests/compile_kernels.py --list
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
-triton.compiler.ASTSource takes them. `options` may hold:
+triton.compiler.ASTSource takes them. `launches` of compile_cases/_launches.py makes them of a call of a launcher.
+`options` may hold:
 
     targets         the architectures to which a case is limited
     aligned         integer arguments that are multiples of 16, as pointers always are; "cache.row" is a field of a
                     view, whose fields may be None
+    unaligned       pointers that may be no multiples of 16
     without         words that must not stand in its PTX
     without_behind  a word, and another that must not stand behind it there
     local           the bytes of local memory that it may use on sm_90
@@ -19,7 +22,7 @@ with as many warps and the same limit of registers, only the one with the larges
 some of the targets, with commas. Prints one line per case and target; the exit status is 1 if a case fails to compile
 or uses more local memory on sm_90, which is none unless a case says so. With --listing, how often each instruction
 stands in the PTX of each case is kept in a file; where there is such a file already, cases that differ from it fail:
-other names and arguments change none.
+other names and arguments change none. --list prints the kernels of all cases and compiles none.
 
 Runs in a process of its own because the interpreter, once chosen, stays.
 """
@@ -58,6 +61,9 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
+OF_CASES = {"targets", "aligned", "unaligned", "without", "without_behind", "local", "distinct"}
+"""Options that Triton does not take."""
+
 NEWER_PTXAS = 64 if triton_version() >= (3, 8) else 0
 """Bytes of local memory that the assembler of newer versions may use beyond what a case allows, which is what that of
 Triton 3.6 and 3.7 uses: it keeps a few addresses there in a few kernels."""
@@ -79,14 +85,20 @@ def main(argv: list[str] | None = None) -> int:
     which.add_argument("--every", action="store_true", help="all cases for all targets")
     which.add_argument("--first", action="store_true", help="the first case of each kernel for all targets")
     which.add_argument("--largest", action="store_true", help="of cases that differ in numbers alone, the largest")
+    which.add_argument("--list", action="store_true", help="print the kernels of all cases")
     parser.add_argument("--on", type=lambda text: text.split(","), default=[*TARGETS], metavar="TARGETS")
     parser.add_argument("--listing", type=Path, metavar="FILE.json", help="where instructions are kept, or compared")
     options = parser.parse_args(argv)
     if unknown := set(options.on) - TARGETS.keys():
         parser.error(f"--on must be of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
+    stems = options.stems or sorted(path.stem for path in CASES.glob("[!_]*.py"))
+    if options.list:
+        kernels = {kernel.fn for stem in stems for _, kernel, *_ in _cases(stem)}
+        print(*sorted(f"{kernel.__module__}.{kernel.__name__}" for kernel in kernels), sep="\n")
+        return 0
     before = json.loads(options.listing.read_text()) if options.listing and options.listing.exists() else None
     jobs, listing = [], {}
-    for stem in options.stems or sorted(path.stem for path in CASES.glob("[!_]*.py")):
+    for stem in stems:
         compiled, largest = set(), _largest(_cases(stem))
         for index, (_, kernel, *_, case_options) in enumerate(_cases(stem)):
             for arch in (target for target in case_options.get("targets", TARGETS) if target in options.on):
@@ -163,48 +175,48 @@ def _cases(stem: str) -> list[tuple]:
         spec = importlib.util.spec_from_file_location(f"compile_cases_{stem}", CASES / f"{stem}.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        _loaded[stem] = module.CASES
+        _loaded[stem] = list({repr(case[1:]): case for case in reversed(module.CASES)}.values())[::-1]
     return _loaded[stem]
 
 
 def _compile(job: tuple[str, int, str]) -> Usage | str:
     """Compile one case for one target: what it uses, or what went wrong."""
     stem, index, arch = job
-    _, kernel, signature, constexprs, options = _cases(stem)[index]
-    options = {**FUSED, **options}
-    options.pop("targets", None)
-    options.pop("local", None)
-    options.pop("distinct", None)
-    aligned, unwanted = set(options.pop("aligned", ())), options.pop("without", ())
-    before, late = options.pop("without_behind", (None, None))
+    case = _cases(stem)[index]
+    try:
+        binary = compiled(case, arch)
+    except Exception as error:  # whatever the compiler raises is this case's result
+        return reason_of(error)
+    if TARGETS[arch].backend != "cuda":
+        return _amd_usage(binary)
+    unwanted, (before, late) = case[4].get("without", ()), case[4].get("without_behind", (None, None))
+    found = [word for word in unwanted if word in binary.asm["ptx"]]
+    if before is not None and late in binary.asm["ptx"].partition(before)[2]:
+        found.append(f"{late} behind {before}")
+    return f"its PTX has {', '.join(found)}" if found else _cuda_usage(binary)
+
+
+def compiled(case: tuple, arch: str):
+    """A case as Triton compiles it for a target."""
+    _, kernel, signature, constexprs, options = case
     if signature.get("PDL", "constexpr") != "constexpr":  # launched early where that can be
         signature, constexprs = {**signature, "PDL": "constexpr"}, {**constexprs, "PDL": arch in ("sm_90", "sm_100")}
-    missing = set(kernel.arg_names) ^ set(signature)
-    if missing:
-        return f"signature and kernel differ in {sorted(missing)}"
+    if missing := set(kernel.arg_names) ^ set(signature):
+        raise ValueError(f"signature and kernel differ in {sorted(missing)}")
     signature = {name: signature[name] for name in kernel.arg_names}
     parts = [part for place, argument in enumerate(signature.items()) for part in _parts((place,), *argument)]
     constexprs = {**constexprs, **{path: None for path, _, kind in parts if kind is None}}
+    aligned, unaligned = options.get("aligned", ()), options.get("unaligned", ())
     attributes = {
         path: [["tt.divisibility", 16]]
         for path, field, kind in parts
-        if kind is not None and (kind.startswith("*") or field in aligned)
+        if kind is not None and ((kind.startswith("*") and field not in unaligned) or field in aligned)
     }
     signature = {name: _without_none(kind) for name, kind in signature.items()}
     target = TARGETS[arch]
-    if target.backend != "cuda":
-        options.pop("launch_pdl", None)
-    try:
-        source = _source(kernel)(kernel, signature, constexprs, attributes)
-        compiled = triton.compile(source, target=target, options=options)
-    except Exception as error:  # whatever the compiler raises is this case's result
-        return reason_of(error)
-    if target.backend == "cuda":
-        found = [word for word in unwanted if word in compiled.asm["ptx"]]
-        if before is not None and late in compiled.asm["ptx"].partition(before)[2]:
-            found.append(f"{late} behind {before}")
-        return f"its PTX has {', '.join(found)}" if found else _cuda_usage(compiled)
-    return _amd_usage(compiled)
+    of_case = OF_CASES if target.backend == "cuda" else OF_CASES | {"launch_pdl"}
+    options = {name: value for name, value in {**FUSED, **options}.items() if name not in of_case}
+    return triton.compile(_source(kernel)(kernel, signature, constexprs, attributes), target=target, options=options)
 
 
 def _parts(path: tuple[int, ...], name: str, kind):

@@ -6,36 +6,23 @@ needs no GPU. Exit status 1 if a layout differs, or if the exchange reads and wr
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
 
-os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import triton
-from triton.compiler import ASTSource
-
-from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from tests.compile_cases.layers import _ALIGNED, _case
-from tests.compile_kernels import TARGETS, _parts
-
-NO_TOKENS = {"tokens_ptr": None}
-ABSENT = {**NO_TOKENS, "pair": None, "WEIGHTS": 1}
+from tests.compile_kernels import compiled  # noqa: I001  which chooses the compiler
+from eagle_triton.ops.layers import add_rms_norm
+from eagle_triton.runtime.split_sums import SharedSums, SplitSums
+from tests.compile_cases._launches import FLOATS, fp32, launches, peers_of
 
 
-def compiled(kernel, arch: str, dtype: str, part: str, warps: int, constexprs: dict) -> dict[str, str]:
-    _, _, signature, constexprs, _ = _case("", kernel, constexprs, dtype=dtype, part=part, eps="fp32")
-    attributes = {
-        path: [["tt.divisibility", 16]]
-        for place, (name, kind) in enumerate(signature.items())
-        for path, field, part in _parts((place,), name, kind)
-        if part.startswith("*") or field in _ALIGNED
-    }
-    source = ASTSource(kernel, signature, constexprs, attributes)
-    return triton.compile(source, target=TARGETS[arch], options={**NO_FMA_FUSION, "num_warps": warps}).asm
+def compiled_norm(x: SplitSums | SharedSums, dtype: str, arch: str, draft: bool) -> dict[str, str]:
+    """The norm of a sum, as the target's assembly and what is before it."""
+    residual, weight = FLOATS[dtype](*x.shape), FLOATS[dtype](x.shape[-1])
+    (case,) = launches("norm", add_rms_norm, x, residual, weight, 1e-5, in_draft_pass=draft, targets=(arch,))
+    return compiled(case, arch).asm
 
 
 def layout_of_squares(assembly: dict[str, str]) -> str:
@@ -55,19 +42,17 @@ def main() -> int:
             (5120, 4, 1, "fp16", False),
             (2048, 3, 2, "fp32", False),
         ):
-            block = triton.next_power_of_2(size)
-            common = {"size": size, "BLOCK": block, "ZERO_CENTRED": False, "PDL": arch != "sm_80"}
-            how = (dtype, "fp32", norm_warps(size, draft))
-            gathered = compiled(_rms_norm_kernel, arch, *how, {**common, "SPLITS": ranks, **ABSENT})
-            how = (dtype, dtype if splits == 1 else "fp32", how[2])
-            for sent in (False, True):
-                parts = {**common, **NO_TOKENS, "SPLITS": splits, "RANKS": ranks, "SENT": sent}
-                exchanged = compiled(_shared_rms_norm_kernel, arch, *how, parts)
+            kind = FLOATS[dtype](1).dtype
+            gathered = compiled_norm(SplitSums(fp32(ranks, 10, size), kind), dtype, arch, draft)
+            for rows in (10, 300):  # few are sent
+                part = FLOATS[dtype](rows, size) if splits == 1 else SplitSums(fp32(splits, rows, size), kind)
+                shared = SharedSums(part, kind, peers_of(ranks, 512, 4 * size))
+                exchanged = compiled_norm(shared, dtype, arch, draft)
                 layouts = layout_of_squares(gathered), layout_of_squares(exchanged)
                 narrow = re.findall(r"ld\.global(?:\.v2)?\.b16|st\.global(?:\.v2)?\.b16", exchanged["ptx"])
                 wrong = layouts[0] != layouts[1] or narrow
                 differ += bool(wrong)
-                print("DIFFERS" if wrong else "ok", arch, size, ranks, splits, dtype, sent, *set(layouts), *narrow[:1])
+                print("DIFFERS" if wrong else "ok", arch, size, ranks, splits, dtype, rows, *set(layouts), *narrow[:1])
     return int(differ > 0)
 
 

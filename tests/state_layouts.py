@@ -13,17 +13,16 @@ import sys
 
 import compile_kernels
 
-KERNELS = re.compile("delta_recurrent|delta_tree 1 node|commit_states")
+KERNELS = ("_delta_recurrent_kernel", "_commit_states_kernel")
 
 
 def main() -> int:
-    compile_kernels._cuda_usage = lambda compiled: compiled.asm["ttgir"]
-    for index, (name, *_) in enumerate(compile_kernels._cases("gated_delta")):
-        if KERNELS.match(name):
-            text = compile_kernels._compile(("gated_delta", index, "sm_90"))
+    for case in compile_kernels._cases("gated_delta"):
+        if case[1].__name__ in KERNELS:
+            text = compile_kernels.compiled(case, "sm_90").asm["ttgir"]
             layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
             sums = re.findall(r"\}\) : \(tensor<(\w+), (#\w+)>\) -> ", text)
-            print(f"{name}: {sorted({f'{shape} {layouts[layout]}' for shape, layout in sums})}")
+            print(f"{case[0]}: {sorted({f'{shape} {layouts[layout]}' for shape, layout in sums})}")
     return 0
 
 

@@ -37,39 +37,25 @@ def test_normed(device, dtype, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_zero_centred(device, dtype):
-    """(1 + weight) in both halves, rounded once."""
-    features, parents, tokens, embedding, token_norm, feature_norm = case(device, dtype)
+@pytest.mark.parametrize("options", [{"zero_centred": True}, {"round_first": False}], ids=str)
+def test_norms_that_round_once(device, options, dtype):
+    """By the weight or by (1 + weight), in both halves."""
+    *operands, token_norm, feature_norm = case(device, dtype)
+    features, parents, tokens, embedding = operands
     norms = {"token_norm": token_norm, "feature_norm": feature_norm, "token_eps": 1e-5, "feature_eps": 1e-2}
 
     def by_hand(x, weight, eps):
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1 + weight.float())).to(dtype)
+        wide, centre = x.float(), float("zero_centred" in options)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (centre + weight.float())).to(dtype)
 
     picked = torch.stack([features[b, parents[b]] for b in range(2)])
     expected = torch.cat((by_hand(embedding[tokens], token_norm, 1e-5), by_hand(picked, feature_norm, 1e-2)), dim=-1)
     for module in (draft_inputs, reference):
-        values = module.draft_inputs(features, parents, tokens, embedding, **norms, zero_centred=True)
+        values = module.draft_inputs(*operands, **norms, **options)
         assert_close(values, (expected, picked), dtype)
-        assert (values[0] != expected).float().mean() < (0.01 if dtype == torch.float16 else 1)
-
-
-def test_norms_that_round_once(device):
-    features, parents, tokens, embedding, token_norm, feature_norm = case(device, torch.float16)
-    norms = {"token_norm": token_norm, "feature_norm": feature_norm, "token_eps": 1e-5, "feature_eps": 1e-2}
-
-    def by_hand(x, weight, eps):
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).half()
-
-    picked = torch.stack([features[b, parents[b]] for b in range(2)])
-    expected = torch.cat((by_hand(embedding[tokens], token_norm, 1e-5), by_hand(picked, feature_norm, 1e-2)), dim=-1)
-    for module in (draft_inputs, reference):
-        operands = (features, parents, tokens, embedding)
-        values = module.draft_inputs(*operands, **norms, round_first=False)
-        assert_close(values, (expected, picked), torch.float16)
-        assert (values[0] != expected).float().mean() < 0.01
-        assert (module.draft_inputs(*operands, **norms)[0] != expected).float().mean() > 0.1
+        if dtype == torch.float16:
+            assert (values[0] != expected).float().mean() < 0.01
+            assert (module.draft_inputs(*operands, **norms)[0] != expected).float().mean() > 0.1
 
 
 def test_copies_are_exact(device):

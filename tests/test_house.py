@@ -54,21 +54,6 @@ def test_the_table_holds_all_operations():
     assert len(OPERATIONS) == 49
 
 
-def test_every_kernel_is_compiled_by_a_case():
-    """A @triton.jit function that is launched (its name ends in _kernel) stands in tests/compile_cases."""
-    cases = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/compile_cases").glob("*.py"))
-    kernels = {
-        node.name: path
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-        and node.name.endswith("_kernel")
-        and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    }
-    missing = {name: str(path.relative_to(ROOT)) for name, path in kernels.items() if name not in cases}
-    assert len(kernels) > 25 and not missing
-
-
 def test_the_package_imports_nothing_that_lies_beside_it():
     """Else an installed package would not find it."""
     for path in PACKAGE.rglob("*.py"):

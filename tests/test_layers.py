@@ -75,44 +75,28 @@ def test_rows_may_have_weights_in_turn(device, module, shape, zero_centred):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 64), (2, 3, 200), *LARGE])
-def test_zero_centred_norms(device, shape, dtype):
-    """(1 + weight), and one rounding: Gemma's and Qwen3.5's."""
+@pytest.mark.parametrize("options", [{"zero_centred": True}, {"round_first": False}], ids=str)
+def test_norms_that_round_once(device, options, shape, dtype):
+    """(1 + weight): Gemma's and Qwen3.5's. weight: gpt-oss's and OLMo 2's, which in fp32 is Llama's."""
     x, residual, weight = randn(device, dtype, *shape), randn(device, dtype, *shape), randn(device, dtype, shape[-1])
+    factor = weight.float() + ("zero_centred" in options)
 
     def by_hand(x: Tensor) -> Tensor:
         wide = x.float()
-        return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + weight.float())
-
-    total = x + residual
-    for module in (kernels, reference):
-        out = module.rms_norm(x, weight, 1e-5, zero_centred=True)
-        assert_close(out, by_hand(x).to(dtype), by_hand(x))
-        out, summed = module.add_rms_norm(x, residual, weight, 1e-5, zero_centred=True)
-        assert_close(out, by_hand(total).to(dtype), by_hand(total))
-        assert torch.equal(summed, total)
-        for before in (module.rms_norm(x, weight, 1e-5), module.add_rms_norm(x, residual, weight, 1e-5)[0]):
-            assert (before - out).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64), (2, 3, 200), *LARGE])
-def test_norms_that_round_once(device, shape, dtype):
-    """weight * normalised value in fp32, rounded once: gpt-oss's and OLMo 2's. In fp32 it is Llama's."""
-    x, residual, weight = randn(device, dtype, *shape), randn(device, dtype, *shape), randn(device, dtype, shape[-1])
-
-    def by_hand(x: Tensor) -> Tensor:
-        wide = x.float()
-        return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.float()
+        return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * factor
 
     for module in (kernels, reference):
-        out = module.rms_norm(x, weight, 1e-5, round_first=False)
+        out = module.rms_norm(x, weight, 1e-5, **options)
         assert_close(out, by_hand(x).to(dtype), by_hand(x))
-        added, total = module.add_rms_norm(x, residual, weight, 1e-5, round_first=False)
+        added, total = module.add_rms_norm(x, residual, weight, 1e-5, **options)
         assert_close(added, by_hand(x + residual).to(dtype), by_hand(x + residual))
         assert torch.equal(total, x + residual)
         first = module.rms_norm(x, weight, 1e-5), module.add_rms_norm(x, residual, weight, 1e-5)[0]
         for once, before in zip((out, added), first, strict=True):
-            assert (once == before).float().mean() < 0.9 if dtype != torch.float32 else torch.equal(once, before)
+            if "zero_centred" in options:
+                assert (once - before).abs().max() > 0.1
+            else:
+                assert (once == before).float().mean() < 0.9 if dtype != torch.float32 else torch.equal(once, before)
 
 
 def test_zero_centred_norms_round_once_in_either_case(device):
@@ -398,14 +382,18 @@ def test_variants_of_rotary_embedding(device, dim, turned, variant, dtype):
         check_rotary(operands, **options, **VARIANTS[variant])
 
 
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_partial_sums_of_variants(device, variant):
+def test_partial_sums_of_a_part_that_rotates(device, variant, normed):
     sums = torch.randn(2, 2, 5, 4 * 64, device=device)
     q, k, v = (SplitSums(x, torch.float32).unflatten(-1, (-1, 64)) for x in sums.split([128, 64, 64], dim=-1))
     cache, *rest, inv_freq = rotary_operands(device, torch.float32, 2, 5, 2, 1, 64)[3:]
     caches, rest = [cache.clone(), cache], (*rest, inv_freq[: 0 if variant == "nothing turns" else 12])
-    out = kernels.rotary_append(q, k, v, caches[0], *rest, **VARIANTS[variant])
-    torch.testing.assert_close(out, reference.rotary_append(q, k, v, caches[1], *rest, **VARIANTS[variant]))
+    options = dict(VARIANTS[variant])
+    if normed:
+        options |= {name: randn(device, torch.float32, 64) for name in ("q_norm", "k_norm")} | {"zero_centred": True}
+    out = kernels.rotary_append(q, k, v, caches[0], *rest, **options)
+    torch.testing.assert_close(out, reference.rotary_append(q, k, v, caches[1], *rest, **options))
     torch.testing.assert_close(*caches, equal_nan=True)
 
 
@@ -498,17 +486,6 @@ def test_the_rest_of_a_head_passes_and_its_part_rotates_as_a_head_of_that_size(d
     for batch, first in enumerate(first_row.tolist()):
         rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
         assert torch.equal(rows[0, ..., 24:], k[batch, ..., 24:]) and torch.equal(rows[1], v[batch])
-
-
-def test_partial_sums_of_a_part_that_rotates(device):
-    sums = torch.randn(2, 2, 5, 4 * 64, device=device)
-    q, k, v = (SplitSums(x, torch.float32).unflatten(-1, (-1, 64)) for x in sums.split([128, 64, 64], dim=-1))
-    cache, *rest, inv_freq = rotary_operands(device, torch.float32, 2, 5, 2, 1, 64)[3:]
-    caches, rest = [cache.clone(), cache], (*rest, inv_freq[:6])
-    norms = dict(q_norm=torch.randn(64, device=device), k_norm=torch.randn(64, device=device), zero_centred=True)
-    out = kernels.rotary_append(q, k, v, caches[0], *rest, **norms)
-    torch.testing.assert_close(out, reference.rotary_append(q, k, v, caches[1], *rest, **norms))
-    torch.testing.assert_close(*caches, equal_nan=True)
 
 
 def test_other_strides(device):

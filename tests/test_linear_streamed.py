@@ -17,7 +17,7 @@ from eagle_triton.ops.layers import add_rms_norm, rms_norm
 from eagle_triton.ops.linear import dispatch as kernels
 from eagle_triton.ops.linear import settings as table
 from eagle_triton.ops.linear.settings import Settings
-from eagle_triton.runtime import fallback, overlap
+from eagle_triton.runtime import fallback, gpu, overlap
 
 streamed = kernels._streamed()
 if streamed is None:
@@ -156,6 +156,7 @@ def test_what_is_streamed_of_many_rows(rows, cols, depth, expected):
 def test_who_starts_early(monkeypatch, device, capability, version, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(overlap, "compute_capability", gpu.compute_capability.__wrapped__)
     monkeypatch.setattr(overlap.triton, "__version__", version)
     monkeypatch.setattr(overlap.triton, "JITFunction", type(overlap.await_inputs))  # the interpreter's own, on a CPU
     can = overlap.can_overlap.__wrapped__

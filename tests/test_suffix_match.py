@@ -15,7 +15,7 @@ from eagle_triton.inference import SuffixDecodingCache, SuffixDecodingDraft
 from eagle_triton.operands.suffix_match import END, SuffixRules, TokenRing
 from eagle_triton.ops import suffix_match as kernels
 from eagle_triton.reference import suffix_match as reference
-from eagle_triton.reference.suffix_match import match_lengths, ngram_draft, share_token_budget, suffix_draft
+from eagle_triton.reference.suffix_match import match_lengths, ngram_draft, suffix_draft
 
 
 def ints(values) -> torch.Tensor:
@@ -618,24 +618,6 @@ def test_ngram_refuses(options, text):
     arguments = {"prompt": ints([1]), "generated": ints([1]), "budget": 2, **options}
     with pytest.raises(ValueError, match=f"ngram_draft: .*{text}"):
         ngram_draft(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("threshold", "expected"),
-    [(10, [6, 2, 1, 1]), (9, [6, 1, 1, 1]), (12, [6, 4, 1, 1]), (20, [6, 6, 1, 6]), (2, [1, 1, 1, 1])],
-)
-def test_a_batch_shares_its_tokens(threshold, expected):
-    drafts = ints([5, 5, 0, 5])
-    assert share_token_budget(drafts, torch.ones(4, dtype=torch.bool), threshold).tolist() == expected
-
-
-def test_idle_requests_take_no_tokens():
-    active = torch.tensor([False, True, False, True])
-    assert share_token_budget(ints([5, 5, 0, 5]), active, 8).tolist() == [0, 6, 0, 2]
-    with pytest.raises(ValueError, match="active must be bool"):
-        share_token_budget(ints([1, 2]), ints([1, 1]), 8)
-    with pytest.raises(ValueError, match="drafts must be int32"):
-        share_token_budget(torch.tensor([1]), torch.tensor([True]), 8)
 
 
 def same_drafts(drafts, expected, chosen=slice(None)) -> None:

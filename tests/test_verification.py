@@ -91,24 +91,32 @@ FILTERS = {
     "top_p": {"top_p": 0.9},
     "everything": {"top_k": 6, "top_p": 0.9, "min_p": 0.05},
     "greedy": {"temperature": 0.0},
+    "top_k": {"top_k": 4, "temperature": 0.7},
+    "min_p": {"min_p": 0.2},
+    "hot": {"top_p": 0.99, "temperature": 3.0},
 }
-
-
 CASES = [
     (size, name) for size in SIZES for name in FILTERS if CUDA or size[0] < 20 or (size[0], name) == (65, "everything")
 ]
+
+
+def sampled_trees(size, filters, device):
+    """Logits, random trees without tokens, parameters, flags that hold True, and the generator that made them."""
+    nodes, vocabulary, depth = size
+    source = torch.Generator().manual_seed(nodes)
+    batch = 4 if CUDA else 1 + (nodes < 20)
+    logits = (2.5 * torch.randn(batch, nodes, vocabulary, generator=source)).bfloat16().to(device)
+    parents = random_tree(batch, nodes, max(depth, 1), source)
+    nan = torch.ones(batch, dtype=torch.bool, device=device)
+    return logits, parents, make_params(batch, device, **FILTERS[filters]), nan, source
 
 
 @pytest.mark.parametrize(("size", "filters"), CASES, ids=[f"N={size[0]} V={size[1]} {name}" for size, name in CASES])
 def test_sampling(device, size, filters):
     """Every coin is the reference's, so the walk is; the final token may differ by rounding at a boundary."""
     nodes, vocabulary, depth = size
-    source = torch.Generator().manual_seed(nodes)
-    batch = 4 if CUDA else 1 + (nodes < 20)
-    logits = (2.5 * torch.randn(batch, nodes, vocabulary, generator=source)).bfloat16().to(device)
-    parents = random_tree(batch, nodes, max(depth, 1), source)
+    logits, parents, params, nan, source = sampled_trees(size, filters, device)
     tokens = fill(parents, logits.argmax(-1), vocabulary, source).to(device)
-    params, nan = make_params(batch, device, **FILTERS[filters]), torch.ones(batch, dtype=torch.bool, device=device)
     arguments = (logits, tokens, parents.to(device), depth, params, nodes % 2 == 0)
     path, accepted, next_token = verification.verify_sampling(*arguments, nan=nan)
     expected = reference.verify_sampling(*arguments)
@@ -217,25 +225,13 @@ def assert_same(out, expected, slack=0):
     assert out[2].dtype == expected[2].dtype and (out[2] != expected[2]).sum() <= slack
 
 
-FILTERS |= {
-    "top_k": {"top_k": 4, "temperature": 0.7},
-    "min_p": {"min_p": 0.2},
-    "hot": {"top_p": 0.99, "temperature": 3.0},
-}
-PLACED = [((2, 5000, 1), "top_p"), ((2, 5000, 1), "plain")]  # several parts
-PLACED += [
-    (size, name) for size in SIZES for name in FILTERS if CUDA or size[0] < 20 or (size[0], name) == (65, "everything")
-]
+PLACED = [((2, 5000, 1), "top_p"), ((2, 5000, 1), "plain"), *CASES]  # the former are of several parts
 
 
 @pytest.mark.parametrize(("size", "filters"), PLACED, ids=[f"N={size[0]} V={size[1]} {name}" for size, name in PLACED])
 def test_target_match(device, size, filters):
     nodes, vocabulary, depth = size
-    source = torch.Generator().manual_seed(nodes)
-    batch = 4 if CUDA else 1 + (nodes < 20)
-    logits = (2.5 * torch.randn(batch, nodes, vocabulary, generator=source)).bfloat16().to(device)
-    parents = random_tree(batch, nodes, max(depth, 1), source)
-    params, nan = make_params(batch, device, **FILTERS[filters]), torch.ones(batch, dtype=torch.bool, device=device)
+    logits, parents, params, nan, source = sampled_trees(size, filters, device)
     lengths, depths = placed(parents, source, device)
     where = (params, lengths, depths, nodes % 2 == 0)
     noise = sampling.gumbel(params, lengths[:, None] + depths + 1, vocabulary)
@@ -261,15 +257,11 @@ TOPP += (
 @pytest.mark.parametrize(("size", "filters", "limits"), TOPP, ids=lambda value: str(value).replace(", ", "-"))
 def test_topp(device, size, filters, limits):
     nodes, vocabulary, depth = size
-    source = torch.Generator().manual_seed(nodes)
-    batch = 4 if CUDA else 1 + (nodes < 20)
-    logits = (2.5 * torch.randn(batch, nodes, vocabulary, generator=source)).bfloat16().to(device)
-    parents = random_tree(batch, nodes, max(depth, 1), source)
+    logits, parents, params, nan, source = sampled_trees(size, filters, device)
     best = logits.topk(min(4, vocabulary), dim=-1).indices
-    choice = torch.randint(best.shape[-1], (batch, nodes, 1), generator=source).to(device)
-    choice = torch.where(torch.rand(batch, nodes, 1, generator=source).to(device) < 0.5, 0, choice)
+    choice = torch.randint(best.shape[-1], (len(logits), nodes, 1), generator=source).to(device)
+    choice = torch.where(torch.rand(choice.shape, generator=source).to(device) < 0.5, 0, choice)
     tokens = fill(parents, best.gather(2, choice)[..., 0], vocabulary, source, 0.9).to(device)
-    params, nan = make_params(batch, device, **FILTERS[filters]), torch.ones(batch, dtype=torch.bool, device=device)
     arguments = (logits, tokens, parents.to(device), depth, params, *placed(parents, source, device))
     expected = reference.verify_topp(*arguments, nodes % 2 == 0, *limits)
     with poisoned():

@@ -126,7 +126,3 @@ def check_ngram_rules(function: str, max_ngram: int, min_ngram: int, match: str)
     if not 1 <= min_ngram <= max_ngram:
         raise ValueError(f"{function}: expected 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
     check_choice(f"{function}: match", match, get_args(Match))
-
-
-def check_share_token_budget(drafts: Tensor, active: Tensor) -> None:
-    check_tensors("share_token_budget", {"drafts": (drafts, "B", torch.int32), "active": (active, "B", torch.bool)})

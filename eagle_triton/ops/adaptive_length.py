@@ -77,10 +77,7 @@ def _entropy_merge_kernel(found, entropy_ptr, parts, PARTS: tl.constexpr, PDL: t
 
 
 def row_entropy(logits: Tensor) -> Tensor:
-    """-sum p ln p in nats, p = softmax(logits) and 0 ln 0 = 0. logits [R, V] any float; returns float32 [R].
-
-    NaN for a row with a NaN or +inf, or with only -inf.
-    """
+    """Entropy of each row of logits in nats, float32 [R]; see reference.adaptive_length.row_entropy."""
     operands.check_row_entropy(logits)
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -139,10 +136,8 @@ def _choose_gamma_kernel(
 
 
 def choose_gamma(entropy: Tensor, lengths: Tensor, guide: GuideTensors, config: EGAGConfig, vocabulary: int) -> None:
-    """Update `guide` with the entropies at the sequences' roots, in place.
+    """Update `guide` in place by the entropies at the sequences' roots; see reference.adaptive_length.choose_gamma.
 
-    entropy [B] float32 in nats, lengths [B] int32: committed tokens. vocabulary: V of the logits. An unchanged length
-    means the same root, and its entropy counts once. A NaN gives gamma_min and does not enter an average.
     Raises ValueError if shapes or dtypes do not fit, or without a gamma_max.
     """
     operands.check_choose_gamma(entropy, lengths, guide, config, vocabulary)
@@ -205,12 +200,8 @@ def clip_depth(
     config: EGAGConfig,
     levels: int | None = None,
 ) -> None:
-    """Remove candidates deeper than gamma, and those of score -inf, in place: token -1, score -inf.
+    """Remove candidates deeper than gamma in place; see reference.adaptive_length.clip_depth.
 
-    tokens [B, C] int64, scores [B, C] float32, depths [C] int32, 1 for the root's children. Drafts that would pass a
-    sequence's `limits` [B] int32 tokens are removed too; lengths [B] int32: committed tokens, without the root.
-    levels: how many levels were scored, if drafting stopped by itself. Then gamma becomes the depth that was reached,
-    or gamma_max if that is every level, or every level that there is room for.
     Raises ValueError if shapes or dtypes do not fit.
     """
     operands.check_clip_depth(tokens, scores, depths, guide, lengths, limits)

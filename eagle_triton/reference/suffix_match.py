@@ -35,7 +35,6 @@ from eagle_triton.operands.suffix_match import (
     check_match_lengths,
     check_ngram_draft,
     check_ngram_drafts,
-    check_share_token_budget,
     check_suffix_drafts,
 )
 
@@ -282,19 +281,3 @@ def _placed(drafts: list[tuple[SuffixDraft, bool]], places: int, device: torch.d
         occurrences=column(occurrences, torch.int32),
         from_ring=column(from_ring, torch.bool),
     )
-
-
-def share_token_budget(drafts: Tensor, active: Tensor, threshold: int) -> Tensor:
-    """Share a budget of `threshold` tokens among requests in order; each wants its drafts and one more.
-
-    drafts [B] int32, active [B] bool. A request may take what the earlier requests left, minus one token for each later
-    active request. Each active request gets at least one, others none. Returns [B] int32. Raises ValueError if shapes
-    or dtypes do not fit.
-    """
-    check_share_token_budget(drafts, active)
-    shares, used, after = [], 0, int(active.sum())
-    for wanted, runs in zip((drafts + 1).tolist(), active.tolist(), strict=True):
-        after -= runs
-        shares.append(max(1, min(wanted, threshold - used - after)) if runs else 0)
-        used += shares[-1]
-    return drafts.new_tensor(shares)

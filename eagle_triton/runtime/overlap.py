@@ -21,12 +21,14 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from eagle_triton.runtime.fallback import triton_version
+from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 _SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -59,9 +61,7 @@ def await_others(PDL: tl.constexpr):
 def can_overlap(device: torch.device) -> bool:
     """Whether kernels may start early: if compiled, on NVIDIA's compute capabilities 9 and 10, from Triton 3.5 on."""
     compiled = isinstance(await_inputs, triton.JITFunction) and triton_version() >= (3, 5)  # 3.4 compiles no gdc_wait
-    if device.type != "cuda" or torch.version.hip is not None or not compiled:
-        return False
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return compiled and compute_capability(device)[0] in (9, 10)
 
 
 def early_start(device: torch.device) -> dict[str, bool]:
@@ -77,6 +77,15 @@ def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.
 
     def start(*args, **options) -> None:
         prefer_shared_memory(launch(kernel, grid)(*args, **options, **early_start(device), **NO_FMA_FUSION))
+
+    return start
+
+
+def overlapped_on_hopper(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """The same for a Gluon kernel of Hopper. It lets the next kernel start, and waits for others, by Gluon's names."""
+
+    def start(*args, **options) -> None:
+        prefer_shared_memory(launch(kernel, grid)(*args, **options, launch_pdl=True, **NO_FMA_FUSION))
 
     return start
 

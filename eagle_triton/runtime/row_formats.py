@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.runtime.fallback import triton_version
+from eagle_triton.runtime.gpu import compute_capability
 
 LOW = 16.0  # factor of the low parts
 GROUP = 128  # columns that share a scale: those of a block of weights
@@ -103,8 +104,7 @@ def has_format(x: Tensor, row_format: RowFormat | None) -> bool:
         fits = x.dtype in (torch.bfloat16, torch.float16) and rows <= MAX_ORDERED_ROWS and depth % 128 == 0
     else:
         return False
-    nvidia = x.device.type == "cuda" and torch.version.hip is None
-    return fits and nvidia and torch.cuda.get_device_capability(x.device) == (9, 0) and triton_version() >= (3, 6)
+    return fits and compute_capability(x.device) == (9, 0) and triton_version() >= (3, 6)
 
 
 def whole_of(x: ProductRows) -> Tensor:

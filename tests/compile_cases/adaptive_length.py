@@ -1,40 +1,24 @@
 """Production settings of the kernels that bound a tree's depth: V 32000 and 128256, trees up to 1024 candidates."""
 
-from eagle_triton.ops.adaptive_length import (
-    _PART,
-    _SLOTS,
-    _WARPS,
-    EntropyParts,
-    _choose_gamma_kernel,
-    _clip_depth_kernel,
-    _entropy_merge_kernel,
-    _entropy_parts_kernel,
-)
-from eagle_triton.ops.views import Matrix
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from tests.compile_cases._views import typed
+from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors
+from eagle_triton.ops.adaptive_length import choose_gamma, clip_depth, row_entropy
+from tests.compile_cases._launches import FLOATS, fp32, fp64, i32, i64, launches
 
-_TYPES = {"found": EntropyParts("*fp32", "*fp32", "*fp32")}
-_TYPES |= dict.fromkeys(("entropy_ptr", "scores_ptr"), "*fp32")
-_TYPES |= dict.fromkeys(("lengths_ptr", "limits_ptr", "root_ptr", "depths_ptr"), "*i32")
-_TYPES |= {"values_ptr": "*fp64", "tokens_ptr": "*i64"}
+_GUIDE, _LENGTHS = GuideTensors(fp64(4, 4), i32(4)), i32(4)
+_RULE, _STOPPING = EGAGConfig(gamma_max=6, ema_beta=0.9), EGAGConfig(gamma_max=7, mode="stop")
 
 
-def _case(name, kernel, constexprs, warps, **types):
-    types = {**_TYPES, **types}
-    signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
-    return name, kernel, signature, constexprs, {**NO_FMA_FUSION, "num_warps": warps}
+def _clip_depth(candidates: int, config: EGAGConfig, levels: int | None) -> None:
+    given = i64(4, candidates), fp32(4, candidates), i32(candidates), _GUIDE, _LENGTHS, _LENGTHS
+    clip_depth(*given, config, levels)
 
 
-_RULE = {"NATS": 11.76, "BETA": 0.9, "GAMMA_MIN": 1, "GAMMA_MAX": 6, "SLOTS": _SLOTS}
 CASES = [
-    *(
-        _case(f"entropy parts {dtype}", _entropy_parts_kernel, {"PART": _PART}, _WARPS, x=typed(Matrix, f"*{dtype}"))
-        for dtype in ("bf16", "fp16", "fp32")
-    ),
-    _case("entropy merge", _entropy_merge_kernel, {"PARTS": 64}, 1),
-    _case("choose gamma", _choose_gamma_kernel, {**_RULE, "FOLLOWS": True}, 1),
-    _case("choose gamma, stopping", _choose_gamma_kernel, {**_RULE, "FOLLOWS": False}, 1),
-    _case("clip depth of a chain", _clip_depth_kernel, {"GAMMA_MAX": 6, "STOPPED": False, "COUNT": 8}, 1),
-    _case("clip depth of a tree", _clip_depth_kernel, {"GAMMA_MAX": 7, "STOPPED": True, "COUNT": 1024}, 4),
+    *launches("entropy bf16", row_entropy, FLOATS["bf16"](4, 128256)),
+    *launches("entropy fp16", row_entropy, FLOATS["fp16"](4, 32000)),
+    *launches("entropy fp32", row_entropy, FLOATS["fp32"](4, 32000)),
+    *launches("gamma", choose_gamma, fp32(4), _LENGTHS, _GUIDE, _RULE, 128256),
+    *launches("gamma, stopping", choose_gamma, fp32(4), _LENGTHS, _GUIDE, _STOPPING, 128256),
+    *launches("a chain", _clip_depth, 7, _RULE, None),
+    *launches("a tree", _clip_depth, 710, _STOPPING, 8),
 ]

@@ -1,172 +1,125 @@
-"""Production settings of mixtures: Qwen3-30B-A3B, gpt-oss-20b, GLM-4.5-Air's router, and products in fp32."""
+"""Production settings of mixtures: Qwen3-30B-A3B, Mixtral-8x7B, gpt-oss-20b, GLM-4.5-Air's router, and products in
+fp32."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+from torch import Tensor
 
-from eagle_triton.operands.experts import Routes
-from eagle_triton.ops.experts.hopper_experts import WORDS, _Part, _Weight, down_kernel, swiglu_kernel
-from eagle_triton.ops.experts.products import (
-    _experts_down_kernel,
-    _experts_swiglu_kernel,
-    _RoutesParts,
-    settings_of,
-)
-from eagle_triton.ops.experts.routing import (
-    _DEPTH,
-    _EXPERTS,
-    _PLACES,
-    _ROWS,
-    ROW_TILE,
-    _route_kernel,
-    _Scratch,
-    depth_of_step,
-)
-from eagle_triton.ops.experts.shared import _BLOCK, _add_shared_expert_kernel
-from eagle_triton.ops.layers.values import SplitRows
-from eagle_triton.ops.views import Cube, Matrix, Rows, Vector
+from eagle_triton.operands.experts import ExpertWeight, Routes, Routing
+from eagle_triton.ops.experts import add_shared_expert, experts_down, experts_swiglu, route
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
+from eagle_triton.runtime.float8_weight import BLOCK
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
-from tests.compile_cases._views import signature_of, typed
+from eagle_triton.runtime.four_bit_weight import WORD
+from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
+from eagle_triton.runtime.split_sums import SplitSums
+from tests.compile_cases._launches import HOPPER, bf16, empty, fp16, fp32, i32, i64, launches, u8
+from tests.compile_cases._products import EVERYWHERE
 
-_ALIGNED = (
-    *("depth", "size", "width", "weight.batch", "weight.row", "weight.item", "x.row", "bias.row", "experts"),
-    *("weight.rows", "weight.depth", "weight.bias.row"),
-    *("routed.split", "routed.row", "shared.split", "shared.row"),
-)
-_ROUTES = _RoutesParts("*i32", "*i32", "*i64")
-
-
-def _case(name, kernel, types, constants, **options):
-    signature, constexprs = signature_of(kernel, types, constants)
-    return name, kernel, signature, constexprs, {**NO_FMA_FUSION, "num_warps": 4, "aligned": _ALIGNED, **options}
+_ROWS = 60
+_SHAPES = {  # experts, and those of a row; the rows of gate or of up, and their columns
+    "30b-a3b": (128, 8, 768, 2048),
+    "8x7b": (8, 2, 14336, 4096),
+    "gpt-oss": (32, 4, 2880, 2880),
+}
 
 
-def _router(name, experts, chosen, score="softmax", groups=1, biased=False, dtype="bf16", weights="bf16"):
-    """weights: of the router's matrix, and for sigmoid what the experts' weights are."""
-    width = experts // groups if groups > 1 else min(experts, _PLACES)
-    step = depth_of_step(torch.float32 if weights == "fp32" else torch.bfloat16)
-    types = {
-        "x": typed(Rows, f"*{dtype}"),
-        "weight": typed(Matrix, f"*{weights}"),
-        "bias": typed(Vector, f"*{weights}") if biased else None,
-        "correction": typed(Vector, "*fp32") if score == "sigmoid" else None,
-        "scratch": _Scratch("*fp32", "*i64", "*i32"),
-        "routes": Routes("*i32", f"*{weights}", "*i32", "*i64"),
-        "scale": "fp32",
-    }
-    constants = {
-        "weight.item": 1, **{f"{name}.item": 1 for name in ("bias", "correction") if types[name]},
-        "KIND": tl.bfloat16, "SCORE": score, "RENORMALISED": True, "CHOSEN": chosen,
-        "CHOSEN_GROUPS": groups // 2 if groups > 1 else None, "SPLITS": 8, "STEPS": _DEPTH // step, "BLOCK_K": step,
-        "BLOCK_E": _EXPERTS, "BLOCK_G": experts // width, "BLOCK_M": width, "BLOCK_J": triton.next_power_of_2(chosen),
-    }  # fmt: skip
-    return _case(name, _route_kernel, types, constants, num_warps=_ROWS)
+def _transposed(experts: int, rows: int, depth: int) -> Tensor:
+    """As gpt-oss has them in bf16."""
+    return bf16(experts, depth, rows).mT
 
 
-def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None, packed=None, group=0):
-    """group: of weights in four bits, which have zeros with groups of less than 128."""
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    settings = settings_of(kind, columns, depth, chosen, packed, kernel is _experts_swiglu_kernel)
-    word, scale, group = {
-        None: (f"*{dtype}", None, 0),
-        Mxfp4Weight: ("*u8", "*u8", Mxfp4Weight.group),
-        FourBitExpertWeight: ("*u8", f"*{dtype}", group),
-        Float8ExpertWeight: ("*u8", "*fp32", 0),
-    }[packed]
-    zeros = packed is FourBitExpertWeight and group < 128
-    types = {
-        "x": typed(Rows, f"*{dtype}"),
-        "inner_ptr": f"*{dtype}",
-        "weight": typed(Cube, word),
-        "scales": typed(Cube, scale) if packed else None,
-        "zeros": typed(Cube, "*i32") if zeros else None,
-        "bias": typed(Rows, f"*{dtype}") if as_gpt_oss else None,
-        "weights_ptr": f"*{weights or dtype}",
-        "routes": _ROUTES,
-        "out_ptr": f"*{dtype}" if kernel is _experts_swiglu_kernel else "*fp32",
-        "limit": "fp32",
-        "alpha": "fp32",
-    }
-    constants = {
-        "weight.row" if as_gpt_oss and not packed else "weight.item": 1, **({"scales.item": 1} if packed else {}),
-        **({"zeros.item": 1} if zeros else {}),
-        "CHOSEN": chosen, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_M": ROW_TILE,
-        "BLOCK_N": settings.columns, "BLOCK_K": settings.depth, "BLOCK_J": triton.next_power_of_2(chosen),
-        "EVEN_K": True, "GROUP": group,
-    }  # fmt: skip
-    return _case(name, kernel, types, constants, num_warps=settings.warps, num_stages=settings.stages)
+def _mxfp4(experts: int, rows: int, depth: int) -> Mxfp4Weight:
+    return Mxfp4Weight(u8(experts, rows, depth // GROUP, GROUP // 2), u8(experts, rows, depth // GROUP))
 
 
-def _hopper_product(name, kernel, rows, as_gpt_oss=True, weights="bf16", group=0, zeros=False, height=64):
-    """Of gpt-oss's sizes in MXFP4, or of integers with groups of so many columns."""
-    of_gates = "interleaved" if as_gpt_oss else "halves"
-    part = _Part("down" if kernel is down_kernel else of_gates, height)
-    box = height // 2 if part.kind == "halves" else height
-    bias = Rows("*bf16", "i32") if as_gpt_oss else None
-    weight = _Weight("*bf16" if group else "*u8", "*i32" if zeros else None, bias, "i32", "i32")
-    types = {
-        "x": Rows("*bf16", "i32"), "inner_ptr": "*bf16", "desc": f"tensordesc<i32[{box}, 32],{WORDS!r}>",
-        "weight": weight, "weights_ptr": f"*{weights}", "routes": _ROUTES,
-        "out_ptr": "*bf16" if kernel is swiglu_kernel else "*fp32", "limit": "fp32", "alpha": "fp32",
-    }  # fmt: skip
-    constants = {
-        "CHOSEN": 4, "PART": part, "CLAMPED": as_gpt_oss, "BLOCK_J": 4, "ONE": rows == 1,
-        "MANY": rows > 16, "GROUP": group or Mxfp4Weight.group,
-    }  # fmt: skip
-    return _case(name, kernel, types, constants, num_warps=4, targets=["sm_90"], distinct=True)
+def _float8(experts: int, rows: int, depth: int) -> Float8ExpertWeight:
+    values = empty(experts, rows, depth, dtype=torch.float8_e4m3fn)
+    return Float8ExpertWeight(values, fp32(experts, -(-rows // BLOCK), -(-depth // BLOCK)))
 
 
+def _int4(
+    experts: int, rows: int, depth: int, scale: Callable[..., Tensor] = bf16, group: int | None = 128, zeros=False
+) -> FourBitExpertWeight:
+    """group: None for a whole row."""
+    groups = depth // (group or depth)
+    zero = i32(experts, rows // WORD, groups) if zeros else None
+    return FourBitExpertWeight(i32(experts, rows, depth // WORD), scale(experts, rows, groups), zero)
+
+
+def _products(
+    name: str,
+    shape: str,
+    x: Callable[..., Tensor],
+    weight: Callable[[int, int, int], ExpertWeight],
+    rows: int = _ROWS,
+    routed: Callable[..., Tensor] | None = None,
+    as_gpt_oss: bool = False,
+    **how: Any,
+) -> list[tuple]:
+    """Of gate and up, and of down. routed: the weights of a row's experts, in x's dtype if left out."""
+    experts, chosen, inner, width = _SHAPES[shape]
+    slots = min(experts, rows * chosen)
+    routes = Routes(i32(rows, chosen), (routed or x)(rows, chosen), i32(slots), i64(slots))
+    options = dict(interleaved=True, clamp=(7.0, 1.702)) if as_gpt_oss else {}
+    biases = (x(experts, 2 * inner), x(experts, width)) if as_gpt_oss else (None, None)
+    both, down = weight(experts, 2 * inner, width), weight(experts, width, inner)
+    name = f"{name} {shape} {rows} rows"
+    return [
+        *launches(name, experts_swiglu, x(rows, width), both, biases[0], routes, **options, **how),
+        *launches(name, experts_down, x(rows, chosen, inner), down, biases[1], routes, **how),
+    ]
+
+
+def _router(name: str, experts: int, routing: Routing, bias: Tensor | None = None) -> list[tuple]:
+    """By sigmoid, in fp32 and with a correction."""
+    weight, correction = (fp32, fp32(experts)) if routing.score == "sigmoid" else (bf16, None)
+    return launches(name, route, bf16(_ROWS, 2048), weight(experts, 2048), bias, correction, routing)
+
+
+_portable = partial(_products, targets=EVERYWHERE)
+_on_hopper = partial(_products, targets=HOPPER, options={"distinct": True})
 CASES = [
-    _router("router 8 of 128", 128, 8),
-    _router("router 10 of 512", 512, 10),
-    _router("router 4 of 32 biased", 32, 4, "softmax_of_chosen", biased=True),
-    _router("router 8 of 128 fp32", 128, 8, "sigmoid", weights="fp32"),
-    _router("router 8 of 256 in groups fp32", 256, 8, "sigmoid", groups=8, weights="fp32"),
-    _product("gate_up 30b-a3b", _experts_swiglu_kernel, 768, 2048, 8),
-    _product("gate_up 8x7b", _experts_swiglu_kernel, 14336, 4096, 2),
-    _product("gate_up gpt-oss", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True),
-    _product("gate_up gpt-oss MXFP4", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True, packed=Mxfp4Weight),
-    _product("gate_up MXFP4 fp16", _experts_swiglu_kernel, 2880, 2880, 4, "fp16", as_gpt_oss=True, packed=Mxfp4Weight),
-    _product("gate_up 30b-a3b FP8", _experts_swiglu_kernel, 768, 2048, 8, packed=Float8ExpertWeight),
-    _product("gate_up FP8 fp16", _experts_swiglu_kernel, 14336, 4096, 2, "fp16", packed=Float8ExpertWeight),
-    _product("gate_up 30b-a3b int4", _experts_swiglu_kernel, 768, 2048, 8, packed=FourBitExpertWeight, group=128),
-    _product("gate_up int4 fp16", _experts_swiglu_kernel, 14336, 4096, 2, "fp16", packed=FourBitExpertWeight, group=32),
-    _product("gate_up fp32", _experts_swiglu_kernel, 768, 2048, 8, "fp32"),
-    _product("down 30b-a3b", _experts_down_kernel, 2048, 768, 8),
-    _product("down 8x7b", _experts_down_kernel, 4096, 14336, 2, weights="fp32"),
-    _product("down gpt-oss", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True),
-    _product("down gpt-oss MXFP4", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True, packed=Mxfp4Weight),
-    _product("down MXFP4 fp32", _experts_down_kernel, 2880, 2880, 4, "fp32", as_gpt_oss=True, packed=Mxfp4Weight),
-    _hopper_product("gate_up gpt-oss MXFP4 on Hopper", swiglu_kernel, 1),
-    _hopper_product("gate_up MXFP4 on Hopper, few rows", swiglu_kernel, 16, as_gpt_oss=False),
-    _hopper_product("gate_up MXFP4 on Hopper, rows", swiglu_kernel, 60, as_gpt_oss=False),
-    _hopper_product("gate_up MXFP4 on Hopper, half as high", swiglu_kernel, 1, height=32),
-    _hopper_product("down gpt-oss MXFP4 on Hopper", down_kernel, 1, height=32),
-    _hopper_product("down MXFP4 on Hopper, few rows", down_kernel, 16, as_gpt_oss=False, weights="fp32"),
-    _hopper_product("down MXFP4 on Hopper, rows", down_kernel, 60, as_gpt_oss=False, weights="fp32"),
-    _hopper_product("gate_up int4 on Hopper", swiglu_kernel, 1, as_gpt_oss=False, group=128, height=32),
-    _hopper_product("gate_up int4 on Hopper, rows", swiglu_kernel, 60, as_gpt_oss=False, group=32, zeros=True),
-    _hopper_product("down int4 on Hopper", down_kernel, 1, as_gpt_oss=False, group=768, zeros=True),
-    _hopper_product("down int4 on Hopper, rows", down_kernel, 60, as_gpt_oss=False, group=128),
-    _product("down 30b-a3b FP8", _experts_down_kernel, 2048, 768, 8, packed=Float8ExpertWeight),
-    _product("down FP8 fp32", _experts_down_kernel, 2048, 768, 8, "fp32", packed=Float8ExpertWeight),
-    _product("down 30b-a3b int4", _experts_down_kernel, 2048, 768, 8, packed=FourBitExpertWeight, group=128),
-    _product("down int4 zeros", _experts_down_kernel, 2048, 768, 8, packed=FourBitExpertWeight, group=64),
-    _product("down int4 fp32", _experts_down_kernel, 2048, 768, 8, "fp32", packed=FourBitExpertWeight, group=768),
-    _product("down fp32", _experts_down_kernel, 2048, 768, 8, "fp32"),
-    _case(
+    *_router("router 8 of 128", 128, Routing(8)),
+    *_router("router 10 of 512", 512, Routing(10)),
+    *_router("router 4 of 32 biased", 32, Routing(4, "softmax_of_chosen"), bf16(32)),
+    *_router("router 8 of 128 fp32", 128, Routing(8, "sigmoid", weights_in_fp32=True)),
+    *_router(
+        "router 8 of 256 in groups fp32",
+        256,
+        Routing(8, "sigmoid", weights_in_fp32=True, groups=8, chosen_groups=4),
+    ),
+    *_portable("bf16", "30b-a3b", bf16, bf16),
+    *_portable("bf16", "8x7b", bf16, bf16, routed=fp32),
+    *_portable("bf16", "gpt-oss", bf16, _transposed, as_gpt_oss=True),
+    *_portable("fp32", "30b-a3b", fp32, fp32),
+    *_portable("MXFP4", "gpt-oss", bf16, _mxfp4, as_gpt_oss=True),
+    *_portable("MXFP4 fp16", "30b-a3b", fp16, _mxfp4, as_gpt_oss=True),
+    *_portable("MXFP4 fp32", "gpt-oss", fp32, _mxfp4, as_gpt_oss=True),
+    *_portable("FP8", "30b-a3b", bf16, _float8),
+    *_portable("FP8 fp16", "8x7b", fp16, _float8),
+    *_portable("FP8 fp32", "30b-a3b", fp32, _float8),
+    *_portable("int4", "30b-a3b", bf16, _int4),
+    *_portable("int4 zeros", "30b-a3b", bf16, partial(_int4, group=64, zeros=True)),
+    *_portable("int4 fp16", "8x7b", fp16, partial(_int4, scale=fp16, group=32, zeros=True)),
+    *_portable("int4 fp32", "30b-a3b", fp32, partial(_int4, scale=fp32, group=None)),
+    *_on_hopper("MXFP4", "gpt-oss", bf16, _mxfp4, 1, as_gpt_oss=True),
+    *_on_hopper("MXFP4", "30b-a3b", bf16, _mxfp4, 1, as_gpt_oss=True),
+    *_on_hopper("MXFP4", "gpt-oss", bf16, _mxfp4, 16, fp32),
+    *_on_hopper("MXFP4", "gpt-oss", bf16, _mxfp4, 60, fp32),
+    *_on_hopper("int4", "30b-a3b", bf16, _int4, 1),
+    *_on_hopper("int4", "30b-a3b", bf16, _int4, 60),
+    *_on_hopper("int4 zeros", "30b-a3b", bf16, partial(_int4, group=32, zeros=True), 60),
+    *_on_hopper("int4 zeros of a row", "30b-a3b", bf16, partial(_int4, group=None, zeros=True), 1),
+    *launches(
         "shared expert",
-        _add_shared_expert_kernel,
-        {
-            "routed": typed(SplitRows, "*fp32"),
-            "shared": typed(SplitRows, "*bf16"),
-            "x": typed(Rows, "*bf16"),
-            "gate_ptr": "*bf16",
-            "out_ptr": "*bf16",
-        },
-        {"ROUTED": 8, "SHARED": 1, "BLOCK": _BLOCK},
+        add_shared_expert,
+        SplitSums(fp32(8, _ROWS, 2048), torch.bfloat16),
+        bf16(_ROWS, 2048),
+        bf16(_ROWS, 2048),
+        bf16(1, 2048),
     ),
 ]

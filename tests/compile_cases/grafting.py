@@ -1,34 +1,17 @@
 """Production settings of grafting: a tree of 60 nodes and ten children each, 16 drafts from repetition."""
 
-from eagle_triton.ops.grafting import Counts, _count_right_kernel, _estimate_scores_kernel, _graft_kernel
-from eagle_triton.ops.views import Matrix
-from eagle_triton.reference.grafting import Grafted
-from eagle_triton.reference.suffix_match import RepeatDrafts
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from tests.compile_cases._views import typed
+from eagle_triton.operands.grafting import BUCKETS
+from eagle_triton.operands.suffix_match import RepeatDrafts
+from eagle_triton.ops.grafting import count_right, estimate_scores, graft
+from tests.compile_cases._launches import fp32, i1, i32, i64, launches
 
-_TYPES = {
-    **dict.fromkeys(("candidates", "beam_candidates", "tokens", "drafted"), typed(Matrix, "*i64")),
-    **dict.fromkeys(("scores", "estimates"), typed(Matrix, "*fp32")),
-    **dict.fromkeys(("parents", "named"), typed(Matrix, "*i32")),
-    "grafted": Grafted("*i64", "*fp32", "*i32"),
-    "drafts": RepeatDrafts("*i64", "*i32", "*fp32", "*i32", "*i32", "*i1"),
-    "counts": typed(Counts, "*i32"),
-    "scores_ptr": "*fp32",
-}
-
-
-def _case(name, kernel, values, warps):
-    values = {**values, "PLACES": 16}
-    types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    signature = {**types, **_TYPES, **dict.fromkeys(values, "constexpr")}
-    signature = {name: signature[name] for name in kernel.arg_names}
-    return name, kernel, signature, values, {**NO_FMA_FUSION, "num_warps": warps}
-
+_DRAFTS = RepeatDrafts(i64(4, 16), i32(4, 16), fp32(4, 16), i32(4), i32(4), i1(4))
+_COUNTS, _BUCKETS = i32(BUCKETS, 16, 2), i32(4)
+_NODES = i64(4, 100), fp32(4, 100), i64(4, 0), 1
 
 CASES = [
-    _case("graft", _graft_kernel, {"CANDIDATES": 1024, "SLOTS": 128, "K": 16, "named": None}, 2),
-    _case("graft into a tree", _graft_kernel, {"CANDIDATES": 128, "SLOTS": 1, "K": 1}, 2),
-    _case("estimate scores", _estimate_scores_kernel, {}, 1),
-    _case("count right", _count_right_kernel, {"BLOCK": 128, "BUCKETS": 32}, 1),
+    *launches("beams", graft, i64(4, 710), fp32(4, 710), i64(4, 70), 10, _DRAFTS, fp32(4, 16)),
+    *launches("a tree", graft, *_NODES, _DRAFTS, fp32(4, 16), parents=i32(4, 100)),
+    *launches("scores", estimate_scores, _DRAFTS, _COUNTS, buckets=_BUCKETS),
+    *launches("counts", count_right, _COUNTS, _BUCKETS, i64(4, 16), i64(4, 600), i32(4), i32(4)),
 ]

@@ -1,32 +1,26 @@
-"""Production settings of the cache kernels: d 64, 128 and 512, a path of 9 rows."""
+"""Production settings of the cache operations: d 64, 128 and 512, a path of 9 rows."""
+
+import torch
 
 from eagle_triton import kv_cache
-from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages
-from tests.compile_cases._views import typed
+from tests.compile_cases._launches import empty, i32, launches
 
 
-def _case(name: str, kernel, dtype: str, constexprs: dict) -> tuple:
-    kinds = {
-        "cache": typed(CacheStack, f"*{dtype}"),
-        "new": typed(NewRows, f"*{dtype}"),
-        "out_ptr": f"*{dtype}",
-        "pages": typed(Pages, "*i32"),
-        **dict.fromkeys(("rows", "path"), typed(Matrix, "*i32")),
-        **dict.fromkeys(("lengths_ptr", "accepted_ptr"), "*i32"),
-    }
-    signature = {name: "constexpr" if name in constexprs else kinds.get(name, "i32") for name in kernel.arg_names}
-    aligned = [f"{view}.{field}" for view in ("cache", "new") for field in kinds[view]._fields]
-    return name, kernel, signature, constexprs, {"num_warps": kv_cache._WARPS, "aligned": aligned}
+def _cases(dtype: torch.dtype, width: int, table: torch.Tensor | None) -> list[tuple]:
+    pages, rows = (4, 600) if table is None else (40, 64)
+    cache, lengths = empty(32, 2, pages, 8, rows, width, dtype=dtype), i32(4)
+    new = empty(32, 2, 4, 9, 8, width, dtype=dtype)
+    name = f"d {width} {dtype}{'' if table is None else ' in pages'}"
+    return [
+        *launches(name, kv_cache.append, cache, new, lengths, table),
+        *launches(name, kv_cache.gather, cache, i32(4, 9), table),
+        *launches(name, kv_cache.commit, cache, lengths, i32(4, 9), lengths, table),
+    ]
 
 
-KERNELS = (
-    ("append", kv_cache._append_kernel, "BLOCK_R"),
-    ("gather", kv_cache._gather_kernel, "BLOCK_R"),
-    ("commit", kv_cache._commit_kernel, "BLOCK_P"),
-)
 CASES = [
-    _case(f"{name} d {width} {dtype} {where}", kernel, dtype, {"D": width, rows: 16, "BLOCK_D": width, **table})
-    for where, table in (("in pages", {"PAGE": 64}), ("", {"PAGE": 0, "pages": None}))
-    for dtype, width in (("bf16", 64), ("bf16", 128), ("fp16", 128), ("bf16", 512))
-    for name, kernel, rows in KERNELS
+    case
+    for table in (i32(4, 10), None)
+    for dtype, width in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 512))
+    for case in _cases(dtype, width, table)
 ]

@@ -1,172 +1,140 @@
 """Production settings of rms_norm, rotary_append, swiglu and gate_heads: 8b and 1b shapes, whole and partial products;
 those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated."""
 
-from eagle_triton.ops.layers.fp8_pair_rows import _BLOCK, _float8_pair_kernel
-from eagle_triton.ops.layers.gates import _gate_heads_kernel, _swiglu_kernel
-from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
-from eagle_triton.ops.layers.rotary import HeadNorms, Projected, Temperature, Turn, _rotary_append_kernel
-from eagle_triton.ops.layers.values import SplitRows
-from eagle_triton.ops.views import CacheLayer, Heads, PairParts, Rows
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from eagle_triton.runtime.peer_exchange import Peers
-from tests.compile_cases._views import typed
+from __future__ import annotations
 
-_ALIGNED = (
-    "x.split", "x.row", "residual.row", "total.row", "gate.row", "up.row", "x.batch", "x.head", "gate.batch",
-    "gate.head", "peers.place_rows", "peers.place_width", "peers.word_width", "capacity", "row_size",
-    *(f"x.{heads}.{stride}" for heads in "qkv" for stride in ("batch", "row", "head")),
-    *(f"cache.{stride}" for stride in ("side", "page", "head", "row")),
-)  # fmt: skip
-_PAIR = typed(PairParts, "*fp8e4nv")._replace(scale="*fp32")
-_NO_TABLE = {"table_ptr": None, "PAGE": 0}
-_NO_TOKENS = {"tokens_ptr": None, "pair": None, "WEIGHTS": 1}
-_PEERS = Peers(*["*i64"] * 3, *["*i32"] * 3, *["i32"] * 5)
+import torch
+from torch import Tensor
 
-
-def _views(kernel, dtype: str, part: str) -> dict:
-    """Views by the arguments' names; `part`: the dtype of what may be partial sums."""
-    if kernel is _rotary_append_kernel:
-        projected = Projected(*[typed(Heads, f"*{part}")] * 3, "i32")
-        return {"x": projected, "cache": typed(CacheLayer, f"*{dtype}"), "turn": Turn("*fp32", "fp32")}
-    if kernel is _gate_heads_kernel:
-        return dict.fromkeys(("x", "gate"), typed(Heads, f"*{dtype}"))
-    rows = dict.fromkeys(("residual", "total", "gate", "up"), typed(Rows, f"*{dtype}"))
-    x = typed(Rows if kernel is _float8_pair_kernel else SplitRows, f"*{part}")
-    return {**rows, "x": x, "pair": _PAIR, "peers": _PEERS}
+from eagle_triton.ops.layers import (
+    add,
+    add_rms_norm,
+    embed_rms_norm,
+    float8_pair,
+    gate_heads,
+    rms_norm,
+    rotary_append,
+    swiglu,
+)
+from eagle_triton.ops.linear.side_by_side import parts_of
+from eagle_triton.runtime.row_formats import RowFormat
+from eagle_triton.runtime.split_sums import SharedRows, SharedSums, SplitSums
+from tests.compile_cases._launches import HOPPER, bf16, fp16, fp32, i32, i64, launches, peers_of
 
 
-_AS_MOST = {
-    "ROUND_FIRST": True,
-    "GELU_TANH": False,
-    "PAIRS": False,
-    "ROUND_TABLES": True,
-    "WORD_ORDER": False,
-    "temperature": None,
-    "own_weight_ptr": None,
-}  # constexprs that a case may leave out
+def product_of(splits: int, *shape: int) -> Tensor | SplitSums:
+    """A product in bf16; its sums, if it has splits."""
+    return bf16(*shape) if splits == 1 else SplitSums(fp32(splits, *shape), torch.bfloat16)
 
 
-def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", part=None, **types):
-    """`values`: constexprs; `absent`: pointers and views that are None; `part`: the dtype of what may be partial sums;
-    `types`: of arguments that are not `dtype` or int32."""
-    most = {name: value for name, value in _AS_MOST.items() if name in kernel.arg_names and name not in types}
-    constexprs = {**most, **values, **dict.fromkeys(absent)}
-    types = {**_views(kernel, dtype, part or dtype), **types}
-    signature = {
-        argument: "constexpr"
-        if argument in constexprs
-        else types.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
-        for argument in kernel.arg_names
-    }
-    return name, kernel, signature, constexprs, {**NO_FMA_FUSION, "num_warps": warps, "aligned": _ALIGNED}
+def _norms(size: int, splits: int) -> list[tuple]:
+    x, residual, weight = product_of(splits, 60, size), bf16(60, size), bf16(size)
+    name, summed = f"{size} splits {splits}", (add_rms_norm, x, residual, weight, 1e-5)
+    plain = fp16(60, size) if splits == 1 else SplitSums(fp32(splits, 60, size), torch.float16)
+    in_words = dict(round_first=False, row_format=RowFormat.WORD_ORDER)
+    return [
+        *launches(f"residual {name}", *summed),
+        *launches(f"of a norm {name}", *summed, own_weight=weight),
+        *launches(name, rms_norm, plain, fp16(size), 1e-5),
+        *launches(f"zero-centred {name}", *summed, zero_centred=True),
+        *launches(f"rounded once, in the order of words {name}", *summed, **in_words),
+    ]
 
 
-CASES = []
-for _size in (4096, 2048):
-    for _splits in (1, 2) if _size == 4096 else ():
-        _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits, "ZERO_CENTRED": False, **_NO_TOKENS}
-        _types = {"eps": "fp32", **({"part": "fp32"} if _splits > 1 else {})}
-        _label = f"rms_norm {_size} splits {_splits}"
-        CASES.append(_case(f"{_label} residual", _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
-        _own = dict(own_weight_ptr="*bf16", **_types)
-        CASES.append(_case(f"{_label} of a norm", _rms_norm_kernel, _values, (), norm_warps(_size), **_own))
-        CASES.append(
-            _case(_label, _rms_norm_kernel, _values, ("residual", "total"), norm_warps(_size), "fp16", **_types)
-        )
-        _values |= {"ZERO_CENTRED": True}
-        _label = f"{_label} zero-centred"
-        CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
-        _values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False, "WORD_ORDER": True}
-        _label = f"rms_norm {_size} splits {_splits} rounded once, in the order of words"
-        CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
-    _values = {"size": _size, "BLOCK": _size, "SPLITS": 4, "ZERO_CENTRED": False, "WEIGHTS": 1, "tokens_ptr": None}
-    _types = {"eps": "fp32", "part": "fp32"}
-    _pair = _case(f"rms_norm {_size} with its pair", _rms_norm_kernel, _values, (), norm_warps(_size), **_types)
-    CASES.append((*_pair[:4], {**_pair[4], "targets": ("sm_90",)}))
-    _values = {"size": _size, "BLOCK": _size, "SPLITS": 1, "ZERO_CENTRED": False}
-    _values |= {"pair": None, "WEIGHTS": 1}
-    _types = {"eps": "fp32", "tokens_ptr": "*i64"}
-    CASES.append(
-        _case(f"embed_rms_norm {_size}", _rms_norm_kernel, _values, ("residual",), norm_warps(_size), **_types)
+def _other_norms(size: int) -> list[tuple]:
+    weight, pair = bf16(size), dict(row_format=RowFormat.FLOAT8_PAIR)
+    summed = product_of(4, 60, size), bf16(60, size), weight, 1e-5
+    return [
+        *launches(f"{size} with its pair", add_rms_norm, *summed, **pair, targets=HOPPER),
+        *launches(f"embedding {size}", embed_rms_norm, i64(60), bf16(32000, size), weight, 1e-5),
+        *launches(f"{size} with 3 weights", rms_norm, bf16(60, 3, size), (weight,) * 3, 1e-5),
+    ]
+
+
+def _of_ranks(size: int, ranks: int, splits: int, rows: int) -> list[tuple]:
+    """Of few rows, which are sent, or of many."""
+    summed = SharedSums(product_of(splits, rows, size), torch.bfloat16, peers_of(ranks, 512, 4 * size))
+    name = f"{rows} rows of {size}, splits {splits} of {ranks} ranks"
+    return launches(name, add_rms_norm, summed, bf16(rows, size), bf16(size), 1e-5)
+
+
+_PEERS = peers_of(3, 512, 4 * 4096)
+_SHARED = SharedSums(bf16(10, 4096), torch.bfloat16, _PEERS)
+_OF_RANKS = add_rms_norm, _SHARED, bf16(10, 4096), bf16(4096), 1e-5
+
+
+def _rotary(
+    heads: int,
+    group: int,
+    dim: int,
+    *,
+    splits: int = 1,
+    turned: int | None = None,
+    norms: str = "",
+    pages: bool = False,
+    alone: bool = False,
+    chain: bool = False,
+    **options,
+) -> list[tuple]:
+    """turned: columns of a head; norms: of "q", "k" and "v"; alone: queries without keys and values; chain: without
+    depths."""
+    cols = [heads * group * dim, heads * dim, heads * dim]
+    whole = bf16(240, sum(cols)) if splits == 1 else fp32(splits, 240, sum(cols))
+    parts = parts_of(whole, cols, torch.Size((4, 60)), torch.bfloat16)
+    queries, *own = (part.unflatten(-1, (-1, dim)) for part in parts)
+    cache = bf16(2, 40, heads, 64, dim) if pages else bf16(2, 4, heads, 600, dim)
+    name = " ".join([f"d {dim} group {group} splits {splits}", *norms, *options])
+    options |= {f"{name}_norm": bf16(dim) for name in norms}
+    return launches(
+        name,
+        rotary_append,
+        queries,
+        *((None, None) if alone else own),
+        cache,
+        i32(4),
+        None if chain else i32(4, 60),
+        fp32((dim if turned is None else turned) // 2),
+        table=i32(4, 10) if pages else None,
+        **options,
     )
-    _values = {"size": _size, "BLOCK": _size, "SPLITS": 1, "ZERO_CENTRED": False, **_NO_TOKENS, "WEIGHTS": 3}
-    _types = {"eps": "fp32", "weight_ptr": ("*bf16",) * 3}
-    _how = (_rms_norm_kernel, _values, ("residual", "total"), norm_warps(_size))
-    CASES.append(_case(f"rms_norm {_size} with 3 weights", *_how, **_types))
-_pair = _case("float8_pair", _float8_pair_kernel, {"BLOCK": _BLOCK}, (), _BLOCK // 512, PDL="i32")
-CASES.append((*_pair[:4], {**_pair[4], "targets": ("sm_90",), "aligned": (*_ALIGNED, "size")}))
-for _size, _ranks, _splits in ((8192, 2, 2), (4096, 2, 1), (8192, 8, 1), (4096, 3, 3)):
-    _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits, "RANKS": _ranks, "ZERO_CENTRED": False}
-    _types = {"eps": "fp32", **({"part": "fp32"} if _splits > 1 else {})}
-    _label = f"rms_norm {_size} splits {_splits} of {_ranks} ranks"
-    for _sent in (False, True):
-        _values["SENT"] = _sent
-        _how = (_shared_rms_norm_kernel, dict(_values), ("tokens_ptr",), norm_warps(_size))
-        CASES.append(_case(f"{_label}{' sent' if _sent else ''}", *_how, **_types))
-_types = {**_types, "tokens_ptr": "*i64", "part": "bf16"}
-_values = {**_values, "SPLITS": 1}
-CASES.append(_case("embed of 3 ranks", _shared_rms_norm_kernel, _values, ("residual",), norm_warps(_size), **_types))
-_values = {**_values, "ZERO_CENTRED": True}
-_once = {**_values, "ZERO_CENTRED": False, "ROUND_FIRST": False}
-_how = (_shared_rms_norm_kernel, _once, ("tokens_ptr",), norm_warps(_size))
-CASES.append(_case("rms_norm of 3 ranks rounded once", *_how, **_types))
-_none = ("tokens_ptr", "residual", "total", "weight_ptr")
-CASES.append(_case("add of 3 ranks", _shared_rms_norm_kernel, _values, _none, norm_warps(_size), **_types))
-for _dim, _parts in ((128, (1, 2)), (64, (2,))):
-    for _splits in _parts:
-        for _norms in (HeadNorms("*bf16", "*bf16", "fp32"), HeadNorms(None, None, "fp32")):
-            _values = {
-                "num_kv_heads": 8, "group": 4, "half": _dim // 2, "rest": 0, "SPLITS": _splits, "ZERO_CENTRED": False,
-                **_NO_TABLE,
-            }  # fmt: skip
-            _types = dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32")
-            _types |= {"norms": _norms, **({"part": "fp32"} if _splits > 1 else {})}
-            _label = f"rotary d {_dim} splits {_splits}{' norms' if _norms.q else ''}"
-            CASES.append(_case(_label, _rotary_append_kernel, _values, **_types))
-            if _splits == 2 and not _norms.q:
-                _values, _types = {**_values, "PAGE": 64}, {**_types, "table_ptr": "*i32"}
-                del _values["table_ptr"]
-                CASES.append(_case(f"{_label} pages of 64", _rotary_append_kernel, _values, **_types))
-_values = {
-    "num_kv_heads": 8, "group": 1, "half": 64, "rest": 0, "SPLITS": 4, "ZERO_CENTRED": False, **_NO_TABLE,
-}  # fmt: skip
-_types = {"first_row_ptr": "*i32", "depths_ptr": None, "norms": HeadNorms("*bf16", "*bf16", "fp32"), "part": "fp32"}
-CASES.append(_case("rotary d 128 keys in the queries' place", _rotary_append_kernel, _values, **_types))
-for _heads, _group in ((4, 6), (2, 8)):
-    _values = {
-        "num_kv_heads": _heads, "group": _group, "half": 32, "rest": 192, "SPLITS": 1, "ZERO_CENTRED": True,
-        **_NO_TABLE,
-    }  # fmt: skip
-    _types = {**dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32"), "norms": HeadNorms("*bf16", "*bf16", "fp32")}
-    CASES.append(_case(f"rotary d 256 group {_group} partial", _rotary_append_kernel, _values, **_types))
-_values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False}
-CASES.append(_case(f"rotary d 256 group {_group} partial rounded once", _rotary_append_kernel, _values, **_types))
-for _heads, _group, _half, _splits in ((4, 8, 256, 1), (2, 8, 256, 2), (16, 2, 128, 1)):  # Gemma 4
-    _values = {
-        "num_kv_heads": _heads, "group": _group, "half": _half, "rest": 0, "SPLITS": _splits, "ZERO_CENTRED": False,
-        "ROUND_FIRST": False, "PAGE": 64,
-    }  # fmt: skip
-    _types = {**dict.fromkeys(("first_row_ptr", "depths_ptr", "table_ptr"), "*i32"), "warps": 4 if _half > 128 else 1}
-    _types |= {"norms": HeadNorms("*bf16", "*bf16", "fp32", "*bf16"), **({"part": "fp32"} if _splits > 1 else {})}
-    _label = f"rotary d {2 * _half} group {_group} splits {_splits} value norm"
-    CASES.append(_case(_label, _rotary_append_kernel, _values, **_types))
-_alone = {**_types, "x": Projected(typed(Heads, "*bf16"), None, None, "i32"), "warps": 4}
-_alone |= {"norms": HeadNorms("*bf16", None, "fp32")}
-CASES.append(_case("rotary d 512 queries alone", _rotary_append_kernel, {**_values, "half": 256}, **_alone))
-for _dim, _turned, _splits in ((128, 128, 2), (128, 64, 1)):
-    _values = {
-        "num_kv_heads": 8, "group": 4, "half": _turned // 2, "rest": _dim - _turned, "SPLITS": _splits,
-        "ZERO_CENTRED": False, **_NO_TABLE,
-    }  # fmt: skip
-    _types = dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32")
-    _types |= {"norms": HeadNorms(None, None, "fp32"), **({"part": "fp32"} if _splits > 1 else {})}
-    _label = f"rotary d {_dim} {_turned} turned splits {_splits}"
-    CASES.append(_case(f"{_label} pairs", _rotary_append_kernel, {**_values, "PAIRS": True}, **_types))
-    CASES.append(_case(f"{_label} fp32 tables", _rotary_append_kernel, {**_values, "ROUND_TABLES": False}, **_types))
-    _warm = {**_types, "temperature": Temperature("fp32", "i32")}
-    CASES.append(_case(f"{_label} temperature", _rotary_append_kernel, _values, **_warm))
-_types |= {"turn": Turn(None, "fp32")}
-CASES.append(_case("rotary d 128 nothing turned", _rotary_append_kernel, {**_values, "half": 64, "rest": 0}, **_types))
-CASES.append(_case("swiglu", _swiglu_kernel, {"BLOCK": 1024}, (), 4))
-CASES.append(_case("swiglu gelu_tanh", _swiglu_kernel, {"BLOCK": 1024, "GELU_TANH": True}, (), 4))
-CASES.append(_case("gate heads", _gate_heads_kernel, {"dim": 256, "BLOCK": 1024}, (), 4))
+
+
+_ONCE = dict(round_first=False)
+_GEMMA4 = dict(pages=True, **_ONCE)
+CASES = [
+    *_norms(4096, 1),
+    *_norms(4096, 2),
+    *_other_norms(4096),
+    *_other_norms(2048),
+    *launches("pairs", float8_pair, bf16(60, 4096), targets=HOPPER),
+    *(
+        case
+        for size, ranks, splits in ((8192, 2, 2), (4096, 2, 1), (8192, 8, 1), (4096, 3, 3))
+        for rows in (60, 10)
+        for case in _of_ranks(size, ranks, splits, rows)
+    ),
+    *launches("of 3 ranks", embed_rms_norm, i64(10), SharedRows(bf16(32000, 4096), _PEERS), bf16(4096), 1e-5),
+    *launches("of 3 ranks rounded once", *_OF_RANKS, **_ONCE),
+    *launches("sum of 3 ranks", add, _SHARED),
+    *(case for splits in (1, 2) for norms in ("qk", "") for case in _rotary(8, 4, 128, splits=splits, norms=norms)),
+    *(case for norms in ("qk", "") for case in _rotary(8, 4, 64, splits=2, norms=norms)),
+    *(case for dim in (64, 128) for case in _rotary(8, 4, dim, splits=2, pages=True)),
+    *_rotary(8, 1, 128, splits=4, norms="qk", chain=True),  # keys in the queries' place
+    *_rotary(4, 6, 256, turned=64, norms="qk", zero_centred=True),
+    *_rotary(2, 8, 256, turned=64, norms="qk", zero_centred=True),
+    *_rotary(2, 8, 256, turned=64, norms="qk", **_ONCE),
+    *_rotary(4, 8, 512, norms="qkv", **_GEMMA4),
+    *_rotary(2, 8, 512, splits=2, norms="qkv", **_GEMMA4),
+    *_rotary(16, 2, 256, norms="qkv", **_GEMMA4),
+    *_rotary(16, 2, 512, norms="q", alone=True, **_GEMMA4),
+    *(
+        case
+        for turned, splits in ((128, 2), (64, 1))
+        for kind in (dict(pairs=True), dict(round_tables=False), dict(temperature=(0.1, 16384)))
+        for case in _rotary(8, 4, 128, turned=turned, splits=splits, **kind)
+    ),
+    *_rotary(8, 4, 128, turned=0),
+    *launches("silu", swiglu, bf16(60, 14336), bf16(60, 14336)),
+    *launches("gelu_tanh", swiglu, bf16(60, 14336), bf16(60, 14336), "gelu_tanh"),
+    *launches("gated heads", gate_heads, bf16(4, 60, 24, 256), bf16(4, 60, 24, 256)),
+]

@@ -1,89 +1,60 @@
-"""Production settings of the products: 8b and 1b shapes at few and at 64 rows, and the portable settings."""
+"""Production settings of the products: 8b and 1b shapes at few and at 64 rows, and the portable settings. Of those on
+Hopper every measured shape, an unmeasured one, and stacks of many rows."""
 
 import torch
 
-from eagle_triton.ops.linear import settings as table
-from eagle_triton.ops.linear.few_rows import _linear_kernel, _linear_swiglu_kernel
+from eagle_triton.ops.linear.hopper import _HOPPER, _MANY_ROWS, many_rows_settings
+from eagle_triton.ops.linear.hopper_many_rows import STACK
 from eagle_triton.ops.linear.settings import Settings, settings_on
-from eagle_triton.ops.linear.weights import Weight
-from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from tests.compile_cases._views import typed
+from tests.compile_cases._launches import HOPPER, bf16, fp16, fp32
+from tests.compile_cases._products import EVERYWHERE, SHAPES, products
 
-_ALIGNED = (
-    "cols", "depth", *(f"weights.{i}.{size}" for i in range(4) for size in ("row", "cols")),
-    *(f"{view}.row" for view in ("x", "residual", "out", "gate", "up")),
-)  # fmt: skip
+_WITH_TMA = {"targets": ("sm_100", "sm_90")}  # the first does not stream
+_PORTABLE = {"targets": EVERYWHERE}
+_KEPT = {"targets": HOPPER, "keep_splits": True}
+_O = SHAPES["8b o"]
+_O64 = settings_on((9, 0), torch.bfloat16, 64, *_O)
+_NARROW = (2048, 512, 512), 2048
 
-
-def _case(name, settings, rows, weights, dtype="bf16", keep_splits=False, residual=False, bias=False, targets=None):
-    """weights: how many stand side by side; 0 for gate and up with SwiGLU."""
-    kernel = _linear_kernel if weights else _linear_swiglu_kernel
-    block_m = table.block_m_of(rows)
-    joined, keep_splits = settings.splits > 1 and not keep_splits, keep_splits and settings.splits > 1
-    given = {
-        **dict.fromkeys(("x", "gate", "up"), typed(Rows, f"*{dtype}")),
-        "weights": (typed(Weight, f"*{dtype}"),) * weights,
-        "biases": (f"*{dtype}",) * weights if bias else None,
-        "residual": typed(Rows, f"*{dtype}") if residual else None,
-        "out": typed(Rows, "*fp32" if keep_splits else f"*{dtype}"),
-        "partials_ptr": "*fp32" if joined else None,
-        "arrivals_ptr": "*i32" if joined else None,
-    }
-    for stem in ("x", "gate", "up", *(f"w{i}" for i in range(4))):
-        block = [block_m if stem == "x" else settings.block_n, settings.block_k]
-        there = settings.tma and not (stem[0] == "w" and int(stem[1]) >= weights)
-        given[f"{stem}_desc"] = f"tensordesc<{dtype}{block}>" if there else None
-    constexprs = {
-        "BLOCK_M": block_m, "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k, "SPLITS": settings.splits,
-        "SWAP": settings.swap, "EVEN_K": True, "KEEP_SPLITS": keep_splits, "GELU_TANH": name.startswith("gelu"),
-    }  # fmt: skip
-    constexprs = {argument: value for argument, value in constexprs.items() if argument in kernel.arg_names}
-    signature = {
-        argument: "constexpr" if argument in constexprs else given.get(argument, "i32") for argument in kernel.arg_names
-    }
-    options = {**NO_FMA_FUSION, "num_warps": settings.warps, "num_stages": settings.stages, "aligned": _ALIGNED}
-    if targets:
-        options["targets"] = targets
-    return name, kernel, signature, constexprs, options
-
-
-def _settings(capability: tuple[int, int], rows: int, cols: tuple[int, ...], depth: int) -> Settings:
-    return settings_on(capability, torch.bfloat16, rows, cols, depth, fused=len(cols) == 2)
-
-
-_SHAPES = {
-    "8b qkv": ((4096, 1024, 1024), 4096),
-    "8b o": ((4096,), 4096),
-    "8b gate_up": ((14336, 14336), 4096),
-    "8b down": ((4096,), 14336),
-    "8b head": ((128256,), 4096),
-    "9b gated delta": ((8192, 4096, 32, 32), 4096),
-    "1b qkv": ((2048, 512, 512), 2048),
-    "1b gate_up": ((8192, 8192), 2048),
-}
-_HOPPER_ON = ("sm_90", "sm_100")
-
-CASES = []
-for _name, (_cols, _depth) in _SHAPES.items():
-    _weights = 0 if len(_cols) == 2 else len(_cols)
-    for _rows in (16, 64):
-        _case_settings = _settings((9, 0), _rows, _cols, _depth)
-        _label = f"{_name} {_rows} rows"
-        CASES.append(_case(_label, _case_settings, _rows, _weights, targets=_HOPPER_ON))
-        if _case_settings.splits > 1 and _name in ("8b o", "8b down"):  # as the others but for strides
-            CASES.append(
-                _case(f"{_label} keep_splits", _case_settings, _rows, _weights, keep_splits=True, targets=_HOPPER_ON)
-            )
-_O64 = _settings((9, 0), 64, *_SHAPES["8b o"])
-CASES += [
-    _case("8b o 32 rows residual bias fp16", _O64, 32, 1, "fp16", residual=True, bias=True, targets=_HOPPER_ON),
-    _case("8b o 64 rows plain loads", _O64._replace(tma=False), 64, 1, residual=True, targets=("sm_90",)),
+CASES = [
+    *(
+        case
+        for name, shape in SHAPES.items()
+        if name != "32b gate_up"
+        for rows in (16, 64)
+        for case in products(name, bf16, rows, *shape, bf16, **_WITH_TMA)
+    ),
+    *(
+        case
+        for name in ("8b o", "8b down")  # others differ in strides alone
+        for rows in (16, 64)
+        for case in products(f"{name} keep_splits", bf16, rows, *SHAPES[name], bf16, keep_splits=True, **_WITH_TMA)
+    ),
+    *products("residual", fp16, 32, *_O, fp16, fp16, residual=fp16(32, 4096), settings=_O64, **_WITH_TMA),
+    *products(
+        "plain loads", bf16, 64, *_O, bf16, residual=bf16(64, 4096), settings=_O64._replace(tma=False), targets=HOPPER
+    ),
+    *(
+        case
+        for name in ("8b qkv", "9b gated delta", "8b o", "8b gate_up")
+        for case in (
+            *products(f"{name} portable", bf16, 64, *SHAPES[name], bf16, bf16, **_PORTABLE),
+            *products(f"{name} portable fp16", fp16, 16, *SHAPES[name], fp16, **_PORTABLE),
+        )
+    ),
+    *products("gelu", bf16, 64, (15360, 15360), 3840, bf16, activation="gelu_tanh", **_WITH_TMA),
+    *products("8b o fp32", fp32, 16, *_O, fp32, settings=Settings(32, 32, 4, stages=3, tma=False), **_PORTABLE),
 ]
-for _name in ("8b qkv", "9b gated delta", "8b o", "8b gate_up"):
-    _portable = _settings((8, 0), 64, *_SHAPES[_name])._replace(tma=False)
-    _weights = 0 if _name == "8b gate_up" else len(_SHAPES[_name][0])
-    CASES += [_case(f"{_name} 64 rows portable", _portable, 64, _weights, bias=_weights > 0)]
-    CASES += [_case(f"{_name} 16 rows portable fp16", _portable, 16, _weights, "fp16")]
-CASES += [_case("gelu 12b gate_up", _settings((9, 0), 64, (15360, 15360), 3840), 64, 0, targets=_HOPPER_ON)]
-CASES += [_case("8b o 16 rows fp32", Settings(32, 32, 4, stages=3, tma=False), 16, 1, "fp32")]
+for _rows, _cols, _depth in _HOPPER:
+    _how = {"targets": HOPPER} if len(_cols) == 2 else _KEPT
+    CASES += products(f"{_cols} of {_depth}", bf16, _rows, _cols, _depth, bf16, **_how)
+CASES += products("unmeasured, bias", fp16, 24, *_NARROW, fp16, fp16, **_KEPT)
+CASES += products("gelu", bf16, 60, (15360, 15360), 3840, bf16, activation="gelu_tanh", targets=HOPPER)
+_WIDER = [*_MANY_ROWS, *((rows, *_NARROW) for rows in (80, 129, 256)), (80, *SHAPES["1b gate_up"])]
+for _rows, _cols, _depth in _WIDER:
+    _how = {"targets": HOPPER} if len(_cols) == 2 else _KEPT
+    _how = {**_how, "settings": many_rows_settings(_rows, _cols, _depth, len(_cols) == 2)}
+    CASES += products(f"{_cols} of {_depth}", bf16, _rows, _cols, _depth, bf16, **_how)
+for _x in (bf16, fp16):
+    CASES += products("a stack", _x, 256, *SHAPES["8b qkv"], _x, settings=STACK, targets=HOPPER)
+    CASES += products("a stack, bias", _x, 256, *SHAPES["8b qkv"], _x, _x, settings=STACK, targets=HOPPER)

@@ -1,115 +1,81 @@
-"""Production settings of the products with weights of four bits: 8b shapes."""
+"""Production settings of the products with weights of four bits: 8b shapes, and by the portable kernel every packing,
+and scales and zeros as packages hold them."""
 
-from eagle_triton.ops.linear import hopper_four_bits as hopper
-from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from tests.compile_cases._views import typed
+from collections.abc import Callable
+from functools import partial
 
-_ALIGNED = ("depth", "x.row", "out.row", "gate.cols", "up.cols", *(f"columns.{i}.cols" for i in range(4)))
+from torch import Tensor
+
+from eagle_triton.ops.linear.four_bits import dequantise
+from eagle_triton.runtime.four_bit_weight import WORD, FourBitWeight, NestedScale, Packing
+from eagle_triton.runtime.row_formats import RowFormat
+from tests.compile_cases._launches import HOPPER, bf16, fp16, fp32, i32, launches, u8
+from tests.compile_cases._products import EVERYWHERE, SHAPES, products
 
 
-def _streamed(
-    name: str,
+def _weight(
     rows: int,
-    cols: tuple[int, ...],
     depth: int,
-    group: int,
-    dtype: str = "bf16",
-    scale: str | None = None,
+    packing: Packing = Packing.ROWS,
+    scale: Callable[..., Tensor] = bf16,
+    group: int = 128,
     zeros: bool = False,
-    marlin: bool = False,
-) -> tuple:
-    """cols: of each weight; two are gate and up. scale: of weights by a table. marlin: in its packing."""
-    fused, weights = len(cols) == 2, 1 if len(cols) == 1 else 3
-    use = hopper.settings_for(rows, cols, depth, fused)
-    use = hopper.fitted(use, rows, depth, 2 if fused else 1, group, 4 if scale or zeros else 2)
-    kernel = hopper.swiglu_kernel if fused else hopper.linear_kernel
-    constexprs = {
-        "BLOCK_M": hopper.block_m_of(rows),
-        "BLOCK_K": use.block_k,
-        "GROUP": group,
-        "STAGES": use.w_stages,
-        "GROUPS": hopper.groups_of(hopper.columns_of(depth, use), group),
-        "PREFETCH": hopper.prefetch_stages(use),
-        **({"GELU_TANH": False, "IN_WORD_ORDER": True} if fused else {"SPLITS": use.splits}),
-    }
-    desc = f"tensordesc<i32[{use.block_n}, {use.block_k // 8}],{hopper.words_layout(use)!r}>"
-    strides = "i32", "constexpr"  # numbers that are side by side have a stride that is compiled in
-    if marlin:
-        desc = f"tensordesc<i32{hopper.marlin_block(use)},{hopper.MARLIN_LAYOUT!r}>"
-        strides = "constexpr", "i32"
-    scales = f"*{scale or dtype}", *strides
-    columns = hopper.FourBitColumns("i32", *scales, "*i32" if zeros else scales[0], *scales[1:], *["*fp32"] * 4)
-    types = {
-        "x_desc": f"tensordesc<{dtype}[{min(hopper.block_m_of(rows), hopper._ROWS_OF_A_LOAD)}, 64],{TILE_LAYOUT!r}>",
-        **{f"w{i}_desc": desc if i < weights else None for i in range(4)},
-        **dict.fromkeys(("gate_desc", "up_desc"), desc),
-        **dict.fromkeys(("gate", "up"), columns),
-        "columns": (columns,) * weights,
-        "biases": None,
-        "out": typed(Rows, "*fp32" if use.splits > 1 else f"*{dtype}"),
-    }
-    signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
-    places = [(name,) for name in ("gate", "up")] if fused else [("columns", i) for i in range(weights)]
-    constexprs |= {
-        (kernel.arg_names.index(name), *place, columns._fields.index(field)): 1
-        for name, *place in places
-        for field in (("scale_row", "zero_row") if marlin else ("scale_column", "zero_column"))
-    }
-    options = {
-        **NO_FMA_FUSION,
-        "num_warps": 4,
-        "maxnreg": hopper._STARTING_REGISTERS,
-        "aligned": _ALIGNED,
-        "targets": ("sm_90",),
-    }
-    kind = " by a table" if scale else " with zeros" if zeros else ""
-    if marlin:
-        kind += " in Marlin's packing"
-    return f"{name} {rows} rows {dtype}{kind}", kernel, signature, constexprs, options
+) -> FourBitWeight:
+    """scale: u8 if the scales are nested."""
+    words = {Packing.MARLIN: (depth // 16, 2 * rows), Packing.COLUMNS: (depth // WORD, rows)}
+    groups = depth // group
+    nested = NestedScale(fp32(256), fp32(-(-rows * groups // 256)), fp32()) if scale is u8 else None
+    zero = i32(rows // WORD, groups) if zeros else None
+    table = fp32(16) if packing is Packing.ROWS_HIGH_FIRST else None
+    packed = i32(*words.get(packing, (rows, depth // WORD)))
+    return FourBitWeight(packed, packing, scale(rows, groups), group, zero, table, nested)
 
 
-_SHAPES = {
-    "8b qkv": ((4096, 1024, 1024), 4096),
-    "8b o": ((4096,), 4096),
-    "8b gate_up": ((14336, 14336), 4096),
-    "8b down": ((4096,), 14336),
-}
+def _on_hopper(name: str, rows: int, x: Callable[..., Tensor] = bf16, scale=None, **kind) -> list[tuple]:
+    shape, weight = SHAPES[name], partial(_weight, scale=scale or x, **kind)
+    how = dict(row_format=RowFormat.WORD_ORDER) if len(shape[0]) == 2 else dict(keep_splits=True)
+    name = " ".join([name, str(x(1).dtype), *map(str, kind.values())])
+    return products(name, x, rows, *shape, weight, targets=HOPPER, **how)
+
+
+_ZEROS, _MARLIN = {"zeros": True}, {"packing": Packing.MARLIN}
+_TABLE = {"packing": Packing.ROWS_HIGH_FIRST, "group": 64}
 # Zeros are read beside scales: a format with them compiles all that one without them does. SwiGLU holds most in
 # registers, so its formats with zeros are compiled in every size; products of one and of three weights have the same
 # loop.
-_FORMATS = {
-    "plain": {},
-    "with zeros": dict(zeros=True),
-    "Marlin": dict(dtype="fp16", marlin=True),
-    "Marlin with zeros": dict(dtype="fp16", marlin=True, zeros=True),
-}
 CASES = [
-    _streamed("8b gate_up", rows, *_SHAPES["8b gate_up"], 128, **_FORMATS[kind])
-    for kind, sizes in {
-        "plain": (32,),
-        "with zeros": (64, 128),
-        "Marlin": (16,),
-        "Marlin with zeros": (64, 128),
-    }.items()
-    for rows in sizes
+    *_on_hopper("8b gate_up", 32),
+    *(case for rows in (64, 128) for case in _on_hopper("8b gate_up", rows, **_ZEROS)),
+    *_on_hopper("8b gate_up", 16, fp16, **_MARLIN),
+    *(case for rows in (64, 128) for case in _on_hopper("8b gate_up", rows, fp16, **_MARLIN, **_ZEROS)),
+    *_on_hopper("8b qkv", 16),
+    *_on_hopper("8b down", 128, **_ZEROS),
+    *_on_hopper("8b qkv", 32, fp16, **_MARLIN),
+    *_on_hopper("8b down", 64, fp16, **_MARLIN, **_ZEROS),
+    *(case for rows in (64, 128) for case in _on_hopper("8b gate_up", rows, scale=u8, **_TABLE)),
+    *_on_hopper("8b qkv", 16, scale=u8, **_TABLE),
+    *_on_hopper("8b down", 64, scale=fp32, **_TABLE),
+    *_on_hopper("8b o", 64, fp16, group=64, **_ZEROS),
+    *_on_hopper("8b o", 64, group=64, **_MARLIN, **_ZEROS),
+    *_on_hopper("8b o", 64, group=32, **_ZEROS),
+    *_on_hopper("8b gate_up", 64, group=32),
+    *_on_hopper("8b o", 64, fp16, group=32, **_MARLIN, **_ZEROS),
 ]
-CASES += [
-    _streamed(name, rows, *_SHAPES[name], 128, **_FORMATS[kind])
-    for name, rows, kind in (
-        ("8b qkv", 16, "plain"),
-        ("8b down", 128, "with zeros"),
-        ("8b qkv", 32, "Marlin"),
-        ("8b down", 64, "Marlin with zeros"),
-    )
-]
-CASES += [_streamed("8b gate_up", rows, *_SHAPES["8b gate_up"], 64, scale="u8") for rows in (64, 128)]
-CASES += [_streamed("8b qkv", 16, *_SHAPES["8b qkv"], 64, scale="u8")]
-CASES += [_streamed("8b down", 64, *_SHAPES["8b down"], 64, scale="fp32")]
-CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16", zeros=True)]
-CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, zeros=True, marlin=True)]
-CASES += [
-    _streamed(f"{name} in groups of 32", 64, *_SHAPES[name], 32, **how)
-    for name, how in (("8b o", dict(zeros=True)), ("8b gate_up", {}), ("8b o", _FORMATS["Marlin with zeros"]))
-]
+_PACKAGES = {  # as compressed-tensors, bitsandbytes, and gptqmodel hold them
+    "rows": dict(packing=Packing.ROWS),
+    "rows, zeros": dict(packing=Packing.ROWS, zeros=True),
+    "nf4": dict(scale=fp32, **_TABLE),
+    "nf4, nested": dict(scale=u8, **_TABLE),
+    "columns, zeros": dict(packing=Packing.COLUMNS, scale=fp16, zeros=True),
+    "marlin": dict(packing=Packing.MARLIN, scale=fp16),
+    "marlin, zeros": dict(packing=Packing.MARLIN, scale=fp16, zeros=True),
+}
+_ANYWHERE = dict(cols=(4096,), depth=4096, targets=EVERYWHERE)
+for _name, _kind in _PACKAGES.items():
+    CASES += products(_name, bf16, 16, weight=partial(_weight, **_kind), bias=bf16, **_ANYWHERE)
+CASES += products("fp16", fp16, 64, weight=_weight, bias=fp16, **_ANYWHERE)
+CASES += products("bf16", bf16, 256, weight=_weight, bias=bf16, **_ANYWHERE)
+CASES += products("fp32", fp32, 60, weight=partial(_weight, group=16), bias=fp32, **_ANYWHERE)
+for _name, _group in (("rows", 256), ("marlin", 256), ("nf4, nested", 64)):
+    _weights = _weight(4096, 4096, **{**_PACKAGES[_name], "group": _group})
+    CASES += launches(_name, dequantise, _weights, bf16(4096, 4096))

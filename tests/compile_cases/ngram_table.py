@@ -1,40 +1,23 @@
 """Production settings of counted n-grams: contexts of one and two tokens, three fillers."""
 
-from eagle_triton.ops.ngram_table import Fillers, Tables, _count_ngrams_kernel, _counted_drafts_kernel
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from tests.compile_cases._views import typed
+import torch
 
-_TYPES = dict.fromkeys(("best_ptr", "used_ptr", "first_ptr", "end_ptr", "lengths_ptr"), "*i32")
-_TYPES["tables"] = Tables(contexts="*i64", best="*i32", best_counts="*fp64", grams="*i64", counts="*fp64")
-_FILLERS = typed(Fillers, "*i64")
+from eagle_triton.operands.ngram_table import new_ngram_table
+from eagle_triton.ops.ngram_table import count_ngrams, counted_drafts
+from tests.compile_cases._launches import i32, i64, launches
+
+_TOKENS, _LENGTHS = i64(4, 600), i32(4)
+_TABLE, _ALONE = (new_ngram_table(4, levels, 4096, 8192, torch.device("meta")) for levels in (2, 1))
 
 
-def _case(name: str, kernel, fillers=_FILLERS, **constexprs) -> tuple:
-    """Fields of `fillers` that are "constexpr" are 1."""
-    if fillers is None:
-        constexprs["fillers"] = None
-    elif "fillers" in kernel.arg_names:
-        place = kernel.arg_names.index("fillers")
-        constexprs |= {(place, field): 1 for field, kind in enumerate(fillers) if kind == "constexpr"}
-    types = {**_TYPES, "fillers": fillers}
-    signature = {
-        name: "constexpr" if name in constexprs else types.get(name, "*i64" if name.endswith("_ptr") else "i32")
-        for name in kernel.arg_names
-    }
-    options = {**NO_FMA_FUSION, "num_warps": 1, "num_stages": 1, "aligned": ("places", "gram_places")}
-    return name, kernel, signature, constexprs, options
+def _count(*fillers, shortest: int = 1) -> None:
+    count_ngrams(_TABLE, shortest, _TOKENS, _LENGTHS, _LENGTHS, *fillers)
 
 
 CASES = [
-    _case("count", _count_ngrams_kernel, WEIGHT=1.0, fillers=None),
-    _case("count with fillers", _count_ngrams_kernel, WEIGHT=0.5),
-    _case(
-        "count with fillers, one column",
-        _count_ngrams_kernel,
-        _FILLERS._replace(columns="constexpr", guess="constexpr"),
-        WEIGHT=0.5,
-        shortest=1,
-    ),
-    _case("draft", _counted_drafts_kernel),
-    _case("draft one token by one length", _counted_drafts_kernel, levels=1, drafts=1, shortest=1, stride_l=1),
+    *launches("prompts", _count),
+    *launches("fillers", _count, i64(4, 9, 3), 0.5, shortest=2),
+    *launches("fillers of one column", _count, i64(4, 1, 3), 0.5),
+    *launches("drafts", counted_drafts, _TABLE, 2, _TOKENS, _LENGTHS, 7),
+    *launches("one token by one length", counted_drafts, _ALONE, 1, _TOKENS, _LENGTHS, 1),
 ]

@@ -1,46 +1,30 @@
 """Production settings of what stands around cuDNN's attention of a long prompt: heads of 64, 80 and 128."""
 
-import triton
+import torch
 
-from eagle_triton.ops.prompt_attention import ADDED_ROWS, TAKEN_ROWS, _add_parts_kernel, _Part, _take_rows_kernel
-from eagle_triton.ops.views import KeyValues
-from eagle_triton.runtime.launch import NO_FMA_FUSION
-from tests.compile_cases._views import typed
+from eagle_triton.ops.prompt_attention import _added_up, _Part, _taken
+from tests.compile_cases._launches import empty, fp32, i32, launches
 
 
-def _case(name: str, kernel, constexprs: dict, types: dict, options: dict) -> tuple:
-    signature = {
-        argument: "constexpr" if argument in constexprs else types.get(argument, "i32") for argument in kernel.arg_names
-    }
-    return name, kernel, signature, constexprs, {"num_warps": 4, **options}
+def _cases(width: int, dtype: torch.dtype) -> list[tuple]:
+    def empties(*shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=dtype)
 
-
-def _cases(width: int, dtype: str) -> list[tuple]:
-    block, data = triton.next_power_of_2(width), f"*{dtype}"
+    part, sums = (_Part(out, fp32(32, 2048)) for out in (empties(2048, 32, width), fp32(2048, 32, width)))
+    cache, room = empties(2, 512, 8, 64, width), empties(2 * 8 * 2048 * width)
     name = f"d {width} {dtype}"
-    rows = {"D": width, "STRIDE_T": width, "PAGE": 64, "BLOCK_R": TAKEN_ROWS, "BLOCK_D": block}
-    strides = ("cache.side", "cache.page", "cache.head", "rows", "first")
-    taken = {"cache": typed(KeyValues, data), "table_ptr": "*i32", "out_ptr": data}
-    cases = [_case(f"take rows {name}", _take_rows_kernel, rows, taken, {"aligned": strides})]
-    sizes = {"D": width, "BLOCK_R": ADDED_ROWS, "BLOCK_D": block}
-    parts = {f"part{index}": _Part(data, "*fp32") for index in range(4)}
-    sinks = {"sinks_ptr": None}
-    for kind, constexprs, types in (
-        ("add parts", {**sizes, **sinks, "lse_ptr": None}, {**parts, "out_ptr": data}),
-        (
-            "add more parts",
-            {**sizes, **sinks, "lse_ptr": None},
-            {**parts, "out_ptr": data, "part0": _Part("*fp32", "*fp32")},
-        ),
-        ("add first parts", {**sizes, **sinks}, {**parts, "out_ptr": "*fp32", "lse_ptr": "*fp32"}),
-        ("add parts and sinks", {**sizes, "lse_ptr": None}, {**parts, "out_ptr": data, "sinks_ptr": data}),
-    ):
-        cases.append(
-            _case(f"{kind} {name}", _add_parts_kernel, constexprs, types, {**NO_FMA_FUSION, "aligned": ("nodes",)})
-        )
-    return cases
+    return [
+        *launches(name, _taken, cache, i32(512), 16384, 2048, 2000, room),
+        *launches(f"some {name}", _added_up, [part] * 2, dtype),
+        *launches(f"more {name}", _added_up, [sums, part], dtype),
+        *launches(f"first {name}", _added_up, [part] * 4, torch.float32),
+        *launches(f"sinks {name}", _added_up, [part] * 2, dtype, empties(32)),
+    ]
 
 
 CASES = [
-    case for width, dtype in ((128, "bf16"), (64, "bf16"), (80, "fp16"), (128, "fp16")) for case in _cases(width, dtype)
+    *_cases(128, torch.bfloat16),
+    *_cases(64, torch.bfloat16),
+    *_cases(80, torch.float16),
+    *_cases(128, torch.float16),
 ]

@@ -1,37 +1,14 @@
-"""Production settings of the drawing kernels: V 128256."""
+"""Production settings of the kernels that find thresholds and draw: V 128256."""
 
-from eagle_triton.ops.sampling.draws import (
-    _chunk_sums_kernel,
-    _probabilities_kernel,
-    _sample_kernel,
-    _uniform_at_kernel,
-    _uniform_kernel,
-    chunk_of,
-)
-from eagle_triton.ops.views import Matrix, Vector
-from tests.compile_cases._views import signature_of, typed
+from eagle_triton.ops.sampling import probabilities, sample, uniform, uniform_at
+from tests.compile_cases._launches import bf16, fp16, fp32, i32, launches, params_of
 
-_TYPES = {
-    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "thresholds_ptr", "out_ptr"), "*fp32"),
-    "probs": typed(Matrix, "*fp32"),
-    "coins": typed(Vector, "*fp32"),
-    **dict.fromkeys(("seed_ptr", "step_ptr"), "*i64"),
-    "positions_ptr": "*i32",
-    "sums_ptr": "*fp64",
-}
-_SIZES = {"CHUNK": chunk_of(128256), "CHUNKS": 32, "BLOCK": 64, "x.item": 1, "probs.item": 1}
-
-
-def _case(name: str, kernel, **types) -> tuple:
-    options = {"num_warps": 4, "aligned": ("vocabulary", "x.row", "probs.row")}
-    return name, kernel, *signature_of(kernel, {**_TYPES, **types}, _SIZES), options
-
+_PARAMS = params_of(4)
 
 CASES = [
-    _case("probabilities bf16", _probabilities_kernel, x=typed(Matrix, "*bf16")),
-    _case("probabilities fp16", _probabilities_kernel, x=typed(Matrix, "*fp16")),
-    _case("uniform", _uniform_kernel),
-    _case("uniform at", _uniform_at_kernel),
-    _case("chunk sums", _chunk_sums_kernel),
-    _case("sample", _sample_kernel, out_ptr="*i64"),
+    *launches("bf16", probabilities, bf16(4, 60, 128256), _PARAMS, top_p_first=True),
+    *launches("fp16", probabilities, fp16(4, 60, 128256), _PARAMS),
+    *launches("coins", uniform, _PARAMS, 61),
+    *launches("noise", uniform_at, _PARAMS, i32(4, 9), 128256),
+    *launches("a token", sample, fp32(4, 128256), fp32(4)),
 ]

@@ -21,7 +21,6 @@ Needs Triton 3.6. What bounds it: docs/speed-notes.md, "MXFP4".
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ import triton.language.core as tl_core
 from torch import Tensor
 
 from eagle_triton.ops.linear.gluon_tiles import await_full, barriers, descriptor, ready, rounded, swiglu
-from eagle_triton.ops.linear.settings import compute_capability, multiprocessors_of
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.four_bit_weight import MIDDLE
@@ -45,13 +43,13 @@ from eagle_triton.runtime.gluon import (
     mbarrier,
     reinterpret,
 )
-from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
+from eagle_triton.runtime.gpu import compute_capability, multiprocessors_of
 from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
-from eagle_triton.runtime.overlap import prefer_shared_memory
+from eagle_triton.runtime.overlap import overlapped_on_hopper
 
 FourBits = Mxfp4Weight | FourBitExpertWeight
 ROWS = gl.constexpr(8)  # of x that a program multiplies at a time
-HEIGHT = gl.constexpr(64)  # rows of an expert's weights, or half of them
+HEIGHT = 64  # rows of an expert's weights, or half of them
 _FEW, _PROGRAMS_OF_MANY = 16, 2  # of more than _FEW rows an expert has mostly less than 8, and most tiles are empty
 _SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
 _PARTS = gl.constexpr(2)  # of a slot, with 256 columns each
@@ -820,9 +818,10 @@ def experts_swiglu(
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
     part = _Part("interleaved" if interleaved else "halves", _height_of(rows, chosen, weight))
     operands = _operands_of(weight, bias, part.height if interleaved else part.height // 2)
-    _launch(swiglu_kernel, rows, routes, weight, part)(
-        Rows.of(x), *operands, routes, out, limit, alpha, chosen, part, clamp is not None
-    )
+    _launch(
+        swiglu_kernel, rows, routes, weight, part.height,
+        Rows.of(x), *operands, routes, out, limit, alpha, chosen, part, clamp is not None,
+    )  # fmt: skip
 
 
 def experts_down(
@@ -837,7 +836,10 @@ def experts_down(
     chosen, rows, _ = out.shape
     part = _Part("down", _height_of(rows, chosen, weight))
     operands = _operands_of(weight, bias, part.height)
-    _launch(down_kernel, rows, routes, weight, part)(inner, *operands, weights, routes, out, rows, chosen, part)
+    _launch(
+        down_kernel, rows, routes, weight, part.height,
+        inner, *operands, weights, routes, out, rows, chosen, part,
+    )  # fmt: skip
 
 
 def _height_of(rows: int, chosen: int, weight: FourBits) -> int:
@@ -848,8 +850,8 @@ def _height_of(rows: int, chosen: int, weight: FourBits) -> int:
         programs = chosen * triton.cdiv(weight.shape[1], height)
         return triton.cdiv(programs, multiprocessors_of(weight.bytes.device)) * height
 
-    half = HEIGHT.value // 2
-    return half if rows == 1 and most(half) < most(HEIGHT.value) else HEIGHT.value
+    half = HEIGHT // 2
+    return half if rows == 1 and most(half) < most(HEIGHT) else HEIGHT
 
 
 def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[TensorDescriptor, _Weight]:
@@ -860,18 +862,11 @@ def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[Tens
     return words, _Weight(scales, zeros[0] if zeros else None, bias, rows, depth)
 
 
-def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits, part: _Part) -> Callable[..., None]:
-    """Called with a kernel's arguments up to its number of chosen experts and flags."""
+def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits, height: int, *arguments: object) -> None:
+    """Launch for `height` rows of weights a program. arguments: without the last four, which are the same for both."""
     (slots,), chosen = routes.hit.shape, routes.experts.shape[1]
     many = rows > _FEW
     programs = _PROGRAMS_OF_MANY if many else triton.cdiv(rows, ROWS.value)
-    grid = programs, triton.cdiv(weight.shape[1], part.height), slots
-
-    def start(*arguments: object) -> None:
-        compiled = launch(kernel, grid)(
-            *arguments, triton.next_power_of_2(chosen), rows == 1, many, weight.group,
-            num_warps=_WARPS.value, launch_pdl=True, **NO_FMA_FUSION,
-        )  # fmt: skip
-        prefer_shared_memory(compiled)
-
-    return start
+    overlapped_on_hopper(kernel, (programs, triton.cdiv(weight.shape[1], height), slots))(
+        *arguments, triton.next_power_of_2(chosen), rows == 1, many, weight.group, num_warps=_WARPS.value
+    )

@@ -12,13 +12,13 @@ from torch import Tensor
 from eagle_triton.operands.experts import ExpertWeight, Routes, check_experts_down, check_experts_swiglu
 from eagle_triton.ops.experts.routing import ROW_TILE
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
-from eagle_triton.ops.linear.settings import compute_capability
 from eagle_triton.ops.views import Cube, Rows, view
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.float8_weight import BLOCK
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.four_bit_weight import MIDDLE
+from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.overlap import await_others, early_start, let_next_start, prefer_shared_memory

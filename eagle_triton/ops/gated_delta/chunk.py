@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
 from eagle_triton.ops.gated_delta.tree import Nodes, load_gates, load_rows, node_rows
 from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
+from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 BLOCK_V = 16  # columns of the state that a program moves on
@@ -196,11 +195,9 @@ def _delta_chunk_kernel(
     tl.store(state_ptr + offsets, state, mask=moved)
 
 
-@functools.cache
 def stages(device: torch.device) -> int:
     """Chunks that are loaded at the same time: two take 77 KiB of shared memory at K = 128."""
-    roomy = device.type == "cuda" and torch.version.hip is None
-    return 2 if roomy and torch.cuda.get_device_capability(device)[0] in (9, 10) else 1
+    return 2 if compute_capability(device)[0] in (9, 10) else 1
 
 
 def delta_chunk(
@@ -212,10 +209,7 @@ def delta_chunk(
     state: Tensor,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
-    """`delta_recurrent` by chunks of 64 tokens: a chunk is solved as a tree, then the state moves on.
-
-    `pieces`: the B rows are pieces of prompts in some slots, each one chunk of at most 64 tokens, and `state` has all
-    slots, [slots, HV, K, V].
+    """`delta_recurrent` by chunks of 64 tokens; see reference.gated_delta.delta_chunk.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """

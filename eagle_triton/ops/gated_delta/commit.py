@@ -133,11 +133,9 @@ def commit_states(
     path: Tensor,
     accepted: Tensor,
 ) -> None:
-    """Take the accepted path into the states and windows of L layers, in place: token by token, in fp32.
+    """Take the accepted path into states and windows, in place; see reference.gated_delta.commit_states.
 
-    states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] of the trees;
-    path [B, P] int32 node indices, the first accepted + 1 count; accepted [B] int32, -1 leaves a sequence
-    unchanged. Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
+    Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_commit_states(states, windows, raw, mixed, gates, path, accepted)
     check_rows_contiguous("commit_states", windows=windows, raw=raw, mixed=mixed, gates=gates, path=path)

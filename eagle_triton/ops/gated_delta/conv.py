@@ -227,13 +227,9 @@ def causal_conv(
     out: Tensor | None = None,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
-    """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors), channel by channel.
+    """Convolve each channel over a token and its predecessors; see reference.gated_delta.causal_conv.
 
-    A predecessor is an ancestor; those of the root are in `window`, the newest last. Without `ancestors`, tokens follow
-    each other, and the window moves on in place. raw [B, n, C] gets q, k and v before the convolution. Returns mixed
-    [B, n, C], in `out` if given. `pieces`: the B rows are pieces of prompts in some slots, and `window` has all slots,
-    [slots, W - 1, C]; then ancestors, raw and out must be None. Raises ValueError before anything is written if
-    arguments do not fit.
+    Raises ValueError before anything is written if arguments do not fit.
     """
     check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
     check_rows_contiguous("causal_conv", q=q, k=k, v=v, window=window, raw=raw, out=out)

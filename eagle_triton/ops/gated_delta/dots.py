@@ -14,10 +14,11 @@ columns, a few columns of a state are rows, and matrices of nodes by nodes are m
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from eagle_triton.runtime.gpu import compute_capability
 
 
 def bf16_parts(x: Tensor, in_turn: bool = False) -> str | None:
@@ -26,9 +27,9 @@ def bf16_parts(x: Tensor, in_turn: bool = False) -> str | None:
 
     in_turn: the compiler must not merge or move the splits ("ptx in turn"), so that fewer registers are in use.
     """
-    if not x.is_cuda:
+    if x.device.type == "cpu":
         return None
-    if torch.version.hip is not None:
+    if compute_capability(x.device) == (0, 0):
         return "portable"
     return "ptx in turn" if in_turn else "ptx"
 

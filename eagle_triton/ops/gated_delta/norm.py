@@ -51,10 +51,9 @@ def _gated_norm_kernel(
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) * silu(z) over each head of V: [B, n, HV * V].
+    """weight * x / sqrt(mean(x^2) + eps) * silu(z) over each head; see reference.gated_delta.gated_norm.
 
-    x [B, n, HV, V]; weight [V]. As in Hugging Face's models, the normalised value is rounded before the weight, and the
-    product before the gate. Raises ValueError before the launch if shapes, dtypes, devices or strides do not fit.
+    Raises ValueError before the launch if shapes, dtypes, devices or strides do not fit.
     """
     check_gated_norm(x, z, weight)
     check_rows_contiguous("gated_norm", x=x, z=z, weight=weight)

@@ -170,9 +170,9 @@ def _delta_recurrent_kernel(
 
 
 def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
-    """Outputs [B, n, HV, V] of tokens that follow each other. `state` takes them in one by one, in place.
+    """Outputs of tokens that `state` takes in one by one, in place; see reference.gated_delta.delta_recurrent.
 
-    A_log, dt_bias [HV]. Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
+    Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state)
     check_rows_contiguous("delta_recurrent", mixed=mixed, A_log=A_log, dt_bias=dt_bias)

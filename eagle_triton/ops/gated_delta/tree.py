@@ -205,9 +205,8 @@ def delta_tree(
     *,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """Outputs [B, n, HV, V] of a tree's nodes, each after `state` and its own ancestors. The state stays as it is.
+    """Outputs of a tree's nodes; see reference.gated_delta.delta_tree.
 
-    n is at most 64; no node is more than `depth` below the root; A_log, dt_bias [HV]; `gates` is filled if given.
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)

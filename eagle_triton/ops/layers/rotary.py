@@ -390,13 +390,8 @@ def rotary_append(
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
-    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d]: N rows are written in place, from row first_row
-    [B] int32 + `skip` on. Positions are first_row + depths [B, N] int32, or those of the rows without depths. inv_freq
-    [r / 2] fp32 rotates a head's first r elements; cos and sin are multiplied by attention_scaling; q_norm, k_norm,
-    v_norm [d]: see rms_norm for `zero_centred` and `round_first`; table: of a cache in pages, see tree_attention. Rows
-    beyond the capacity T are not written; without k and v none are. `pairs`, `round_tables`, `temperature`, and empty
-    frequencies:
-    see reference.rotary_append.
+    See reference.layers.rotary_append. Raises ValueError before anything is written if shapes, dtypes, devices or
+    strides do not fit.
     """
     check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, (q_norm, k_norm, v_norm), table, temperature)
     batch, count, heads, dim = q.shape

@@ -13,8 +13,8 @@ from eagle_triton.operands.linear import Weight, check_product
 from eagle_triton.ops.layers import swiglu
 from eagle_triton.ops.layers.values import contiguous_rows
 from eagle_triton.ops.linear.few_rows import linear_few_rows, linear_swiglu_few_rows
-from eagle_triton.ops.linear.four_bits import linear_four_bits, linear_stack_four_bits, linear_swiglu_four_bits
-from eagle_triton.ops.linear.fp8 import linear_fp8, linear_stack_fp8, linear_swiglu_fp8
+from eagle_triton.ops.linear.four_bits import linear_stack_four_bits, linear_swiglu_four_bits
+from eagle_triton.ops.linear.fp8 import linear_stack_fp8, linear_swiglu_fp8
 from eagle_triton.ops.linear.settings import (
     MAX_ROWS,
     MAX_STREAMED,
@@ -27,12 +27,12 @@ from eagle_triton.ops.linear.settings import (
     can_stream,
     has_descriptors,
     launch_settings,
-    multiprocessors_of,
 )
 from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, parts_of
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from eagle_triton.runtime.gpu import multiprocessors_of
 from eagle_triton.runtime.row_formats import ProductRows, RowFormat, whole_of
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -55,10 +55,9 @@ def linear(
     fit, or if Streaming or Wide settings cannot be used.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
-    if isinstance(weight, Float8Weight):
-        return linear_fp8(x, weight, bias, residual, keep_splits=keep_splits, settings=_streaming(settings))
-    if isinstance(weight, FourBitWeight):
-        return linear_four_bits(x, weight, bias, residual, keep_splits=keep_splits, settings=_streaming(settings))
+    if not isinstance(weight, Tensor):
+        (product,) = linear_stack(x, [weight], [bias], keep_splits=keep_splits, settings=settings)
+        return product if residual is None else residual + total_of(product)
     x = whole_of(x)
     settings = settings or _choose(x, (weight,), tune_for_rows, keep_splits, residual)
     if settings is None:

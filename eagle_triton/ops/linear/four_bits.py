@@ -32,7 +32,6 @@ from eagle_triton.ops.linear.settings import (
     STACKED,
     Portable,
     Streaming,
-    compute_capability,
     has_descriptors,
     portable_settings,
 )
@@ -40,6 +39,7 @@ from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, 
 from eagle_triton.ops.views import Matrix, Rows, view
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
+from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.row_formats import (
     MAX_ORDERED_ROWS,
@@ -241,20 +241,6 @@ def dequantise(weight: FourBitWeight, out: Tensor, first: int = 0) -> None:
         num_warps=4,
         **NO_FMA_FUSION,
     )
-
-
-def linear_four_bits(
-    x: ProductRows,
-    weight: FourBitWeight,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    keep_splits: bool = False,
-    settings: Streaming | None = None,
-) -> Tensor | SplitSums:
-    """x @ weight.T (+ bias) (+ residual). dispatch.linear has checked the arguments."""
-    (out,) = linear_stack_four_bits(x, [weight], [bias], keep_splits=keep_splits, settings=settings)
-    return out if residual is None else residual + total_of(out)
 
 
 def linear_stack_four_bits(

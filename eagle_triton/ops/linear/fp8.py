@@ -35,7 +35,6 @@ from eagle_triton.ops.linear.settings import (
     STACKED,
     Portable,
     Streaming,
-    compute_capability,
     has_descriptors,
     portable_settings,
 )
@@ -43,6 +42,7 @@ from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, 
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
+from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.row_formats import (
     GROUP,
@@ -170,20 +170,6 @@ def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
         **NO_FMA_FUSION,
     )
     return out
-
-
-def linear_fp8(
-    x: ProductRows,
-    weight: Float8Weight,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    keep_splits: bool = False,
-    settings: Streaming | None = None,
-) -> Tensor | SplitSums:
-    """x @ weight.T (+ bias) (+ residual). dispatch.linear has checked the arguments."""
-    (out,) = linear_stack_fp8(x, [weight], [bias], keep_splits=keep_splits and residual is None, settings=settings)
-    return out if residual is None else residual + total_of(out)
 
 
 def linear_stack_fp8(

@@ -34,7 +34,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.ops.linear.weights import Columns
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.gluon import (
@@ -48,8 +48,8 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
-from eagle_triton.runtime.overlap import prefer_shared_memory
+from eagle_triton.runtime.gpu import multiprocessors_of
+from eagle_triton.runtime.overlap import overlapped_on_hopper
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. The figures
 # are us in a CUDA graph, with a small kernel of 2.8 us before the product; then the same with few_rows.py's kernels, or
@@ -326,7 +326,7 @@ def linear_hopper(
 ) -> None:
     """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. dispatch.py has checked the arguments."""
     tiles = tiles_of(cols, settings.block_n)
-    compiled = launch(linear_kernel, (tiles, settings.splits))(
+    overlapped_on_hopper(linear_kernel, (tiles, settings.splits))(
         descriptor(x, _block_m(settings.swap, len(x)), settings.block_k),
         *(descriptor(weight, settings.block_n, settings.block_k) for weight in weights),
         *[None] * (4 - len(weights)),
@@ -344,10 +344,7 @@ def linear_hopper(
         settings.x_stages,
         _prefetch_stages(settings, 1, len(x), tiles * settings.splits, multiprocessors_of(x.device)),
         num_warps=settings.warps,
-        launch_pdl=True,
-        **NO_FMA_FUSION,
     )
-    prefer_shared_memory(compiled)
 
 
 def linear_swiglu_hopper(
@@ -357,7 +354,7 @@ def linear_swiglu_hopper(
     arguments."""
     cols = len(gate)
     tiles = triton.cdiv(cols, settings.block_n)
-    compiled = launch(swiglu_kernel, (tiles,))(
+    overlapped_on_hopper(swiglu_kernel, (tiles,))(
         descriptor(x, _block_m(settings.swap, len(x)), settings.block_k),
         descriptor(gate, settings.block_n, settings.block_k),
         descriptor(up, settings.block_n, settings.block_k),
@@ -374,10 +371,7 @@ def linear_swiglu_hopper(
         _prefetch_stages(settings, 2, len(x), tiles, multiprocessors_of(x.device)),
         activation == "gelu_tanh",
         num_warps=settings.warps,
-        launch_pdl=True,
-        **NO_FMA_FUSION,
     )
-    prefer_shared_memory(compiled)
 
 
 def _block_m(swap: bool, rows: int) -> int:

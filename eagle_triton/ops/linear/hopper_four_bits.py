@@ -51,7 +51,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, compute_capability, tiles_of
+from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.four_bit_weight import MIDDLE, FourBitWeight, Packing
 from eagle_triton.runtime.gluon import (
@@ -68,8 +68,8 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
-from eagle_triton.runtime.overlap import prefer_shared_memory
+from eagle_triton.runtime.gpu import compute_capability
+from eagle_triton.runtime.overlap import overlapped_on_hopper
 from eagle_triton.runtime.row_formats import MAX_ORDERED_ROWS, WordOrdered
 
 FEW_ROWS = 64  # of these the bits of a row do not depend on the others
@@ -717,7 +717,7 @@ def linear_hopper_four_bits(
     rows, depth = x.shape
     settings, block_m = fitted(settings, rows, depth, 1, weights[0].group, _item_of(weights[0])), block_m_of(rows)
     grid = triton.cdiv(rows, block_m), tiles_of(cols, BLOCK_N), settings.splits
-    compiled = launch(linear_kernel, grid)(
+    overlapped_on_hopper(linear_kernel, grid)(
         descriptor(x, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
         *(_words(weight, settings) for weight in weights),
         *[None] * (4 - len(weights)),
@@ -735,10 +735,7 @@ def linear_hopper_four_bits(
         prefetch_stages(settings),
         num_warps=4,
         maxnreg=_STARTING_REGISTERS,
-        launch_pdl=True,
-        **NO_FMA_FUSION,
     )
-    prefer_shared_memory(compiled)
 
 
 def linear_swiglu_hopper_four_bits(
@@ -753,7 +750,7 @@ def linear_swiglu_hopper_four_bits(
     the arguments."""
     rows, depth = x.shape
     settings, block_m = fitted(settings, rows, depth, 2, gate.group, _item_of(gate)), block_m_of(rows)
-    compiled = launch(swiglu_kernel, (triton.cdiv(rows, block_m), triton.cdiv(len(gate), BLOCK_N)))(
+    overlapped_on_hopper(swiglu_kernel, (triton.cdiv(rows, block_m), triton.cdiv(len(gate), BLOCK_N)))(
         descriptor(x, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
         _words(gate, settings),
         _words(up, settings),
@@ -772,10 +769,7 @@ def linear_swiglu_hopper_four_bits(
         isinstance(out, WordOrdered),
         num_warps=4,
         maxnreg=_STARTING_REGISTERS,
-        launch_pdl=True,
-        **NO_FMA_FUSION,
     )
-    prefer_shared_memory(compiled)
 
 
 def block_m_of(rows: int) -> int:

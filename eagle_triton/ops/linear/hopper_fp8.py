@@ -48,7 +48,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -65,8 +65,8 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
-from eagle_triton.runtime.overlap import prefer_shared_memory
+from eagle_triton.runtime.gpu import multiprocessors_of
+from eagle_triton.runtime.overlap import overlapped_on_hopper
 
 BLOCK_N = 128  # rows of weights of a tile: two warpgroups multiply 64 each
 BLOCK_K = 128  # columns of a step, as a block of scales has; a slot of the ring has half: 128 would not fit registers
@@ -560,7 +560,7 @@ def _launch(
     rows, programs = len(x), multiprocessors_of(x.device)
     whole = whole_tiles(rows, tiles, settings.splits, programs)
     count = sum(output_tiles(rows, tiles, whole, settings.splits))
-    compiled = launch(linear_kernel, (min(programs, count),))(
+    overlapped_on_hopper(linear_kernel, (min(programs, count),))(
         descriptor(x, rows_of_a_load(rows), BLOCK_K // 2),
         *(_pairs(weight, EACH if fused else BLOCK_N) for weight in weights),
         *[None] * (4 - len(weights)),
@@ -579,10 +579,7 @@ def _launch(
         settings.w_stages,
         num_warps=WARPS,
         maxnreg=_REGISTERS,
-        launch_pdl=True,
-        **NO_FMA_FUSION,
     )
-    prefer_shared_memory(compiled)
 
 
 def block_m_of(rows: int) -> int:

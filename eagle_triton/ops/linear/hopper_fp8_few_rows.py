@@ -48,7 +48,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     swiglu,
     tile_of,
 )
-from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
@@ -66,8 +66,8 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
-from eagle_triton.runtime.overlap import prefer_shared_memory
+from eagle_triton.runtime.gpu import multiprocessors_of
+from eagle_triton.runtime.overlap import overlapped_on_hopper
 from eagle_triton.runtime.row_formats import Float8Pair
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -451,7 +451,7 @@ def linear_hopper_fp8_few_rows(
     """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. fp8.py has checked the arguments."""
     tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(x.rows)
     in_flight = in_flight_of(tiles * settings.splits, multiprocessors_of(x.device))
-    compiled = launch(linear_kernel, (tiles, settings.splits))(
+    overlapped_on_hopper(linear_kernel, (tiles, settings.splits))(
         _rows_descriptor(x, block_m),
         *(_descriptor(weight.values, settings.block_n) for weight in weights),
         *[None] * (4 - len(weights)),
@@ -472,10 +472,7 @@ def linear_hopper_fp8_few_rows(
         groups_of(x.shape[-1], settings.splits, block_m),
         num_warps=settings.warps,
         maxnreg=registers_of(settings, block_m, in_flight, 1),
-        launch_pdl=True,
-        **NO_FMA_FUSION,
     )
-    prefer_shared_memory(compiled)
 
 
 def linear_swiglu_hopper_fp8_few_rows(
@@ -483,7 +480,7 @@ def linear_swiglu_hopper_fp8_few_rows(
 ) -> None:
     """silu(x @ gate.T) * (x @ up.T) as `out` [rows, I] or its pair. fp8.py has checked the arguments."""
     block_m = block_m_of(x.rows)
-    compiled = launch(swiglu_kernel, (triton.cdiv(len(gate), settings.block_n),))(
+    overlapped_on_hopper(swiglu_kernel, (triton.cdiv(len(gate), settings.block_n),))(
         _rows_descriptor(x, block_m),
         _descriptor(gate.values, settings.block_n),
         _descriptor(up.values, settings.block_n),
@@ -502,10 +499,7 @@ def linear_swiglu_hopper_fp8_few_rows(
         groups_of(x.shape[-1], 1, block_m),
         num_warps=settings.warps,
         maxnreg=registers_of(settings, block_m, 1, 4),
-        launch_pdl=True,
-        **NO_FMA_FUSION,
     )
-    prefer_shared_memory(compiled)
 
 
 def block_m_of(rows: int) -> int:

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barriers, descriptor, room_for
-from eagle_triton.ops.linear.settings import MAX_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
+from eagle_triton.ops.linear.settings import MAX_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide
 from eagle_triton.runtime.gluon import (
     async_load,
     async_store,
@@ -34,8 +34,8 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
-from eagle_triton.runtime.overlap import prefer_shared_memory
+from eagle_triton.runtime.gpu import multiprocessors_of
+from eagle_triton.runtime.overlap import overlapped_on_hopper
 
 STACK = Wide(6, 1)  # times: docs/speed-notes.md, "Large batches"
 _TILE = gl.constexpr(WIDE_TILE)  # rows and columns of a tile of the output
@@ -208,7 +208,7 @@ def linear_hopper_many_rows(
     columns = [n // WIDE_TILE for n in cols]
     row_tiles = triton.cdiv(len(x), WIDE_TILE)
     groups = min(multiprocessors_of(x.device) // row_tiles, sum(columns))
-    compiled = launch(linear_kernel, (groups * row_tiles,))(
+    overlapped_on_hopper(linear_kernel, (groups * row_tiles,))(
         *(descriptor(matrix, WIDE_TILE, _DEPTH.value) for matrix in (x, *weights)),
         None if biases[0] is None else tuple(biases),
         descriptor(out, WIDE_TILE, WIDE_TILE),
@@ -221,7 +221,4 @@ def linear_hopper_many_rows(
         settings.prefetch,
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
-        launch_pdl=True,
-        **NO_FMA_FUSION,
     )
-    prefer_shared_memory(compiled)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,8 @@ import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from eagle_triton.runtime.gpu import compute_capability
 
 
 class Settings(NamedTuple):
@@ -154,19 +155,6 @@ def block_m_of(rows: int) -> int:
 def tiles_of(cols: Sequence[int], block_n: int, fused: bool = False) -> int:
     """Column tiles of products with `cols` columns each; `fused`: only of the first, since its programs read all."""
     return sum(triton.cdiv(n, block_n) for n in (cols[:1] if fused else cols))
-
-
-@functools.cache
-def multiprocessors_of(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def compute_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA device, (0, 0) for others."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
 def has_descriptors(tensors: Sequence[Tensor]) -> bool:
