@@ -109,6 +109,11 @@ def test_integrators_page_names_what_the_plugin_replaces(monkeypatch):
                 assert leaf in page and (name in page or name.endswith("renorm_prob") or name.startswith("sgl_")), path
 
 
+@pytest.mark.parametrize(("page", "most"), [("README.md", 150), ("docs/structure.md", 120)])
+def test_pages_that_are_read_first_are_short(page, most):
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
+
+
 def test_the_readme_says_what_its_snippet_prints():
     languages = [block.language for block in blocks("README.md")]
     assert "text" in languages and languages[languages.index("text") - 1] == "python"
