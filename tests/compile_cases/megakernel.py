@@ -75,7 +75,7 @@ def _launch(
     step(torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype), walk)
 
 
-# what its phases share across their loop: docs/megakernel.md
+# its phases stand in one loop, so ptxas keeps what they share in local memory
 _LOCAL = {"local": {"draft_verify_update_kernel": 2048}}
 _DEMO = dict(eagle3=False, batch=4, greedy=False, dtype=torch.float32)
 CASES = [
