@@ -399,7 +399,8 @@ def test_a_weight_of_another_dtype_is_refused_by_its_path(case, path):
     owner, _, name = path.rpartition(".")
     weight = getattr(module := model.get_submodule(owner), name)
     setattr(module, name, torch.nn.Parameter(weight.detach().half(), requires_grad=False))
-    with pytest.raises(UnsupportedModelError, match=rf"^model\.{re.escape(path)} must be torch\.float32.* got torch\.float16"):
+    message = rf"^model\.{re.escape(path)} must be torch\.float32, .* got torch\.float16"
+    with pytest.raises(UnsupportedModelError, match=message):
         read_causal_lm(model)
 
 
