@@ -1,6 +1,7 @@
 """Targets of every family: their original's tokens, each switch of FAMILIES, and fields that are not accounted for."""
 
 import functools
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,8 @@ from tests.tiny_families import (
     tiny_head,
     tiny_seeing_family,
 )
+from tests.tiny_hybrids import CLASSES as HYBRID_CLASSES
+from tests.tiny_hybrids import tiny_hybrid
 
 ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3)]).to(DEVICE)
 LEFT = torch.ones_like(ROWS)
@@ -369,6 +372,34 @@ def test_latent_attention_is_refused_by_its_name(kind):
 def test_what_is_refused_of_gemma_4(fields, message):
     with skipped_if_unknown():
         model = tiny_family("gemma4_text", **fields)
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_causal_lm(model)
+
+
+@pytest.mark.parametrize(
+    ("case", "path"),
+    [
+        ("llama yarn", "lm_head.weight"),
+        ("llama yarn", "model.norm.weight"),
+        ("llama yarn", "model.layers.1.post_attention_layernorm.weight"),
+        ("llama yarn", "model.layers.1.self_attn.o_proj.weight"),
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("seed_oss", "model.layers.1.self_attn.k_proj.bias"),
+        ("gemma4_text", "model.embed_tokens_per_layer.weight"),
+        ("gemma4_text", "model.per_layer_projection_norm.weight"),
+        ("gemma4_text", "model.layers.1.per_layer_input_gate.weight"),
+        ("qwen3_next", "model.layers.1.linear_attn.out_proj.weight"),
+        ("qwen3_next", "model.layers.1.linear_attn.conv1d.weight"),
+        ("qwen3_next", "model.layers.1.linear_attn.norm.weight"),
+    ],
+)
+def test_a_weight_of_another_dtype_is_refused_by_its_path(case, path):
+    with skipped_if_unknown():
+        model = tiny_hybrid(case) if case in HYBRID_CLASSES else tiny_family(case)
+    owner, _, name = path.rpartition(".")
+    weight = getattr(module := model.get_submodule(owner), name)
+    setattr(module, name, torch.nn.Parameter(weight.detach().half(), requires_grad=False))
+    message = rf"^model\.{re.escape(path)} must be torch\.float32, .* got torch\.float16"
     with pytest.raises(UnsupportedModelError, match=message):
         read_causal_lm(model)
 

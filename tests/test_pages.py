@@ -322,6 +322,7 @@ def test_a_full_cache_refuses_and_loses_nothing():
     with Batch(engine, 5, engine.draft.read_tree(), 900) as batch:
         batch.admit_all([small, replace(small), replace(small)])
         assert batch.fitting([large]) == 0 and batch.fitting([replace(small), replace(small), large]) == 2
+        assert batch.fitting([Request(prompt(440), 20)]) == 0, "it would leave the others no page to grow"
         with pytest.raises(CacheFullError, match="in a cache of 12"):
             batch.admit(large)
         with pytest.raises(CacheFullError):

@@ -79,6 +79,7 @@ REFUSED = {
         ("--draft demo-block", "--draft must be an EAGLE head here, and demo-block is a block drafter"),
         ("--draft some/head", "--draft must come with the --model that it drafts for"),
         ("--model some/target --draft /nope", "--draft must be a directory or a hub id, and /nope does"),
+        ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ("--max-length 1", "--max-length must be a whole number from 2 to"),
         ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
         ("--num-runs 99999", f"--num-runs {NUMBER} 10000, got '99999'"),

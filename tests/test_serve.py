@@ -343,7 +343,7 @@ def test_a_stream_holds_back_the_tokens_of_a_stop_string(client, alone):
         assert [token for one in listed for token in one.tokens] == want.tokens
         assert [value for one in listed for value in one.token_logprobs] == pytest.approx(want.token_logprobs, abs=1e-4)
         counts = [chunk.usage.completion_tokens for chunk in chunks]
-        assert counts == sorted(counts) and counts[-1] == whole.usage.completion_tokens
+        assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == whole.usage.completion_tokens
 
 
 def test_a_stream_says_what_was_drafted(client, alone):

@@ -226,13 +226,15 @@ def test_a_response_that_is_no_longer_kept_does_not_go_on(monkeypatch):
         goes_on = asyncio.ensure_future(asyncio.sleep(60))
         store.put({"id": "resp_first"}, [], [], goes_on)
         store.put({"id": "resp_second"}, [], [])
+        store.put({"id": "resp_third"}, [], [])
         with pytest.raises(asyncio.CancelledError):
             await goes_on
-        assert store.get("resp_second").response == {"id": "resp_second"}
+        for name in ("resp_second", "resp_third"):
+            assert store.get(name).response == {"id": name}
         with pytest.raises(RequestError, match="Response with id 'resp_first' not found"):
             store.get("resp_first")
 
-    monkeypatch.setattr(responses, "KEPT", 1)
+    monkeypatch.setattr(responses, "KEPT", 2)
     asyncio.run(fill(responses.ResponseStore()))
 
 

@@ -45,9 +45,10 @@ def finish(session, pieces=()):
 
 
 def test_a_closed_session_refuses_everything_and_closes_again(eagle):
-    with eagle.session(rows=64) as session:
-        index = session.submit(random_prompt(9)[0], 20)
-        session.step()
+    session = eagle.session(rows=64)
+    index = session.submit(random_prompt(9)[0], 20)
+    session.step()
+    session.close()  # without a `with`
     calls = (lambda: session.submit([1], 2), session.step, session.advance, lambda: session.cancel(index))
     for call in (*calls, session.__enter__):
         with pytest.raises(RuntimeError, match="this session is closed"):

@@ -115,6 +115,7 @@ CASES = [
     ),
     *launches("of 3 ranks", embed_rms_norm, i64(10), SharedRows(bf16(32000, 4096), _PEERS), bf16(4096), 1e-5),
     *launches("of 3 ranks rounded once", *_OF_RANKS, **_ONCE),
+    *launches("of 3 ranks zero-centred", *_OF_RANKS, zero_centred=True),
     *launches("sum of 3 ranks", add, _SHARED),
     *(case for splits in (1, 2) for norms in ("qk", "") for case in _rotary(8, 4, 128, splits=splits, norms=norms)),
     *(case for norms in ("qk", "") for case in _rotary(8, 4, 64, splits=2, norms=norms)),

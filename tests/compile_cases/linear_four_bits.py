@@ -21,14 +21,16 @@ def _weight(
     group: int = 128,
     zeros: bool = False,
 ) -> FourBitWeight:
-    """scale: u8 if the scales are nested."""
+    """scale: u8 if the scales are nested. Packages that do not pack by rows hold scales and zeros by groups."""
     words = {Packing.MARLIN: (depth // 16, 2 * rows), Packing.COLUMNS: (depth // WORD, rows)}
     groups = depth // group
     nested = NestedScale(fp32(256), fp32(-(-rows * groups // 256)), fp32()) if scale is u8 else None
-    zero = i32(rows // WORD, groups) if zeros else None
+    found, zero = scale(rows, groups), i32(rows // WORD, groups) if zeros else None
+    if packing in words:
+        found, zero = scale(groups, rows).T, i32(groups, rows // WORD).T if zeros else None
     table = fp32(16) if packing is Packing.ROWS_HIGH_FIRST else None
     packed = i32(*words.get(packing, (rows, depth // WORD)))
-    return FourBitWeight(packed, packing, scale(rows, groups), group, zero, table, nested)
+    return FourBitWeight(packed, packing, found, group, zero, table, nested)
 
 
 def _on_hopper(name: str, rows: int, x: Callable[..., Tensor] = bf16, scale=None, **kind) -> list[tuple]:
