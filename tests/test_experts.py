@@ -255,29 +255,30 @@ def test_which_products_in_four_bits_hoppers_kernels_take(monkeypatch):
     assert not hopper.takes(x, weight) and not hopper.takes(x, integers)
 
 
+@pytest.mark.parametrize("height", [32, 64])
 @pytest.mark.parametrize("kind", ["interleaved", "halves", "down"])
-def test_hoppers_kernels_know_whose_weights_a_thread_has(kind, monkeypatch):
+def test_hoppers_kernels_know_whose_weights_a_thread_has(kind, height):
     """The order of axes in which they take a part apart, against the rows of weights that they give its sums."""
     hopper = gluon_module("eagle_triton.ops.experts.hopper_experts")
     if hopper is None:
         pytest.skip("needs Triton 3.6")
-    monkeypatch.setattr(hopper, "HEIGHT", hopper.HEIGHT.value)  # a number, for plain Python
-    slot = torch.arange(64 * 32).view(64, 32)
-    parts = slot.view(*[2] * 6, 2, 4, 4).permute(hopper._part_order(kind, 4)).reshape(2, 2, 8, 4, 4, 2, 2)
+    part, tiles = hopper._Part(kind, height), height // 32
+    bits, order, of_rows = hopper._part_axes(part, 4)
+    words = torch.arange(height * 32).view(*bits).permute(order).reshape(of_rows).view(2, 2, 8, 4, 4, tiles, 2)
     word = torch.arange(32).view(2, 1, 1, 4, 4)
     half, row = torch.arange(2).view(1, 2, 1, 1, 1), torch.arange(8).view(1, 1, 8, 1, 1)
     rows = []
-    for tile, second in itertools.product(range(2), range(2)):
-        number = hopper._number.fn(half, row, tile, second, kind)
-        assert torch.equal(parts[..., tile, second], (32 * number + word).expand(2, 2, 8, 4, 4))
-        rows.append(hopper._row_of.fn(number, 1000, 10000, kind).flatten())
+    for tile, second in itertools.product(range(tiles), range(2)):
+        number = hopper._number.fn(half, row, tile, second, part)
+        assert torch.equal(words[..., tile, second], (32 * number + word).expand(2, 2, 8, 4, 4))
+        rows.append(hopper._row_of.fn(number, 1000, 10000, part).flatten())
     gates, ups = torch.cat(rows[::2]), torch.cat(rows[1::2])
     if kind == "interleaved":
-        assert torch.equal(ups, gates + 1) and sorted(gates.tolist()) == [*range(2000, 2064, 2)]
+        assert torch.equal(ups, gates + 1) and sorted(gates.tolist()) == [*range(2000, 2000 + height, 2)]
     elif kind == "halves":
-        assert torch.equal(ups, gates + 5000) and sorted(gates.tolist()) == [*range(1000, 1032)]
+        assert torch.equal(ups, gates + 5000) and sorted(gates.tolist()) == [*range(1000, 1000 + height // 2)]
     else:
-        assert sorted(torch.cat(rows).tolist()) == [*range(1000, 1064)]
+        assert sorted(torch.cat(rows).tolist()) == [*range(1000, 1000 + height)]
 
 
 def test_mxfp4_is_what_transformers_makes_of_it():

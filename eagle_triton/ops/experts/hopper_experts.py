@@ -290,10 +290,10 @@ def _row_of(number, first, rows, PART: gl.constexpr):
 def _number(half, row, tile, second, PART: gl.constexpr):
     """A row's number in a part."""
     bits: gl.constexpr = _bits(PART)
-    number = ((row & 1) << bits[0][0]) + ((row >> 1 & 1) << bits[0][1]) + ((row >> 2) << bits[0][2])
-    number += (second << bits[1]) + (half << bits[2])
+    of_eight = ((row & 1) << bits[0][0]) + ((row >> 1 & 1) << bits[0][1]) + ((row >> 2) << bits[0][2])
+    number = of_eight + (second << bits[1]) + (half << bits[2])
     if len(bits[3]):
-        number += tile << bits[3][0]
+        number = number + (tile << bits[3][0])
     return number
 
 
