@@ -199,7 +199,7 @@ def test_a_long_prompt_is_read_as_one(pairs, expected, monkeypatch, memory):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize(("kind", "packed"), zip(KINDS, (False, True, True), strict=False))
+@pytest.mark.parametrize(("kind", "packed"), list(zip(KINDS, (False, True, True), strict=False)))
 def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind, packed):
     """By transformers' own cache, fed from scratch. Trees and plain steps take turns."""
     model, head = pairs(kind)
