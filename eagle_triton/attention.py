@@ -244,11 +244,11 @@ def _launch(
     words = 0 if ancestors is None else ancestors.shape[-1]
     new_keys = nodes if ancestors is None else new_keys or WORD * words
     columns = max(16, triton.next_power_of_2(width))
-    streams = ancestors is not None and lse is None and softcap is None
-    windowed = sliding_window is not None
-    if sliding_window is not None and sliding_window < WORD * words:  # it may hide new keys
-        streams = False
-    streamed, desc = _hopper_kernels(use, cache, columns, streams, windowed)
+    streams = use.streamed and ancestors is not None and lse is None and softcap is None
+    if sliding_window is not None:
+        use = use._replace(tma=False)
+        streams = streams and sliding_window >= WORD * words  # a smaller one may hide new keys
+    streamed, desc = _hopper_kernels(use, cache, columns, streams)
     pdl = use.pdl if parts is not None and can_overlap(q.device) else 0
     sizes: dict[str, Any] = {
         "SIZES": HeadSizes(width, group, kv_heads, isinstance(formatted, WordOrdered)),
@@ -299,22 +299,19 @@ def _formatted(out: Tensor, width: int, row_format: RowFormat | None, merged: bo
     return empty_pair(out.shape, out) if merged and width == GROUP else None
 
 
-def _hopper_kernels(
-    use: Settings, cache: Tensor, columns: int, streams: bool, windowed: bool
-) -> tuple[Any, TensorDescriptor | None]:
+def _hopper_kernels(use: Settings, cache: Tensor, columns: int, streams: bool) -> tuple[Any, TensorDescriptor | None]:
     """ops/attention_hopper.py if its kernel can be used, else None; and the cache's descriptor, if one is used.
 
     streams: whether that kernel supports the case.
     """
-    streams, tma = streams and use.streamed, use.tma and not windowed
-    rows = _rows_of_memory(cache) if streams or tma else None
+    rows = _rows_of_memory(cache) if streams or use.tma else None
     if rows is None:
         return None, None
     streamed = _streamed() if streams else None
     if streamed is not None:
         assert use.block_n == streamed.ROWS, "its splits are of the tiles that both kernels have"
         return streamed, streamed.descriptor(rows, columns)
-    return None, TensorDescriptor.from_tensor(rows, [use.block_n, columns]) if tma else None
+    return None, TensorDescriptor.from_tensor(rows, [use.block_n, columns]) if use.tma else None
 
 
 def _streamed() -> Any:

@@ -1,13 +1,14 @@
 """Products of the chosen experts in four bits with rows of bf16, on Hopper. products.py says what they are, and calls
 them.
 
-A program multiplies 64 rows of an expert's weights by a tile of eight rows of x, by tensor cores from registers. Of
-more than 16 rows an expert has two programs: one for its first tile, one for all others, in turn. TMA brings 512
-columns at a time into a ring of slots in shared memory, where weights stay in four bits. A slot is multiplied in two
-parts. Of a part's 64 rows each of four warps takes 32, and of its 256 columns 128. There a thread takes a unit of 32
-columns, of four rows: its words are what it multiplies, if columns are taken in the order that this asks for, so
-nothing moves between threads. x is stored in this order. The sums of warps with other columns are added at the end, so
-a row's sums depend on nothing but the weights' shape.
+A program multiplies 64 rows of an expert's weights by a tile of eight rows of x, by tensor cores from registers. For
+one row of x it may take 32 rows of weights, so that multiprocessors have more equal shares (`_height_of`). Of more than
+16 rows an expert has two programs: one for its first tile, one for all others, in turn. TMA brings 512 columns at a
+time into a ring of slots in shared memory, where weights stay in four bits. A slot is multiplied in two parts. Of a
+part's rows each of four warps takes half, and of its 256 columns 128. There a thread takes a unit of 32 columns, of
+four rows, or of two if there are 32 in all: its words are what it multiplies, if columns are taken in the order that
+this asks for, so nothing moves between threads. x is stored in this order. The sums of warps with other columns are
+added at the end, so a row's sums depend on nothing but the weights' shape.
 
 MXFP4: a number's four bits become those of a bf16 number that is 2**126 times smaller. The same multiplication makes up
 for this and applies the scale, but leaves weights 2**32 times smaller, because bf16 has no larger factor. So weights
