@@ -181,11 +181,9 @@ class Array(np.ndarray):
         """The kind that a kernel has loaded or asked for; without one, NumPy's dtype."""
         return self.kind or np.asarray(self).dtype
 
-    @dtype.setter
-    def dtype(self, kind: Any) -> None:
-        """Called by NumPy for a view of the same bytes."""
-        self.kind = None
-        np.ndarray.dtype.__set__(self, kind)
+    def view(self, kind: Any) -> Array:  # type: ignore[override]
+        """The same bytes. NumPy's own would assign to `dtype`."""
+        return np.asarray(np.asarray(self).view(kind)).view(Array)
 
     def to(self, kind: Any, bitcast: bool = False) -> Array:
         if bitcast and self.kind in ("float16", "bfloat16"):

@@ -103,13 +103,15 @@ def routes_of(rows: int, source: torch.Generator) -> Routes:
         (1, 1088, 64, True, "halves", 64),
         (1, 1088, 64, True, "halves", 32),
         (9, 1056, 1056, False, "interleaved", 64),
+        (20, 1056, None, False, "interleaved", 64),
         (60, 1536, 64, False, "halves", 64),
         (64, 1312, 1312, True, "interleaved", 64),
     ],
 )
 def test_products(on_hopper, monkeypatch, rows, depth, group, zeros, kind, height):
-    """group: None for MXFP4. height: of a program's rows of weights. An expert's tiles of rows have three steps each,
-    so they begin in different slots. Other sizes are those of tiles that are filled in part."""
+    """group: None for MXFP4. height: of a program's rows of weights. Expert 5 has tiles of 8 of 20 rows, and of 16 of
+    60. They have an odd number of steps each, so they begin in different slots. Other sizes are those of tiles that
+    are filled in part."""
     source = torch.Generator().manual_seed(rows)
 
     def randn(*shape: int) -> Tensor:
@@ -144,3 +146,8 @@ def test_programs_of_one_row_are_half_as_high_if_the_fullest_multiprocessor_has_
     ):
         weight = packed("meta", count, rows, 2880)
         assert tuple(hopper._height_of(n, chosen, weight) for n in (1, 2)) == heights
+
+
+def test_tiles_have_sixteen_rows_of_x_where_experts_have_eight_on_average():
+    for rows, chosen, count, expected in ((1, 2, 8, 1), (31, 2, 8, 8), (32, 2, 8, 16), (60, 4, 32, 8), (64, 4, 32, 16)):
+        assert hopper._x_rows_of(rows, chosen, count) == expected

@@ -113,6 +113,9 @@ CASES = [
     *_on_hopper("int4", "30b-a3b", bf16, _int4, 1),
     *_on_hopper("int4", "30b-a3b", bf16, _int4, 60),
     *_on_hopper("int4 zeros", "30b-a3b", bf16, partial(_int4, group=32, zeros=True), 60),
+    *_on_hopper("int4", "8x7b", bf16, _int4, 16),
+    *_on_hopper("int4", "8x7b", bf16, _int4, 60, options={"distinct": True, "local": {"down_kernel": 24}}),
+    *_on_hopper("int4 zeros", "8x7b", bf16, partial(_int4, group=32, zeros=True), 60),
     *_on_hopper("int4 zeros of a row", "30b-a3b", bf16, partial(_int4, group=None, zeros=True), 1),
     *launches(
         "shared expert",

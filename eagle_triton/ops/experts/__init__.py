@@ -17,7 +17,7 @@
 Rows are not sorted by experts. The router writes which experts were hit, and for each one a word with a bit for each of
 its rows (`Routes`). The grid of the products has a slot for each expert that may be hit, so one captured graph fits any
 choice; programs of unused slots do nothing. A program multiplies one tile of an expert's weights by 16 of its rows, or
-by 8 in `hopper_experts.py`, which has the products of weights in four bits with rows of bf16 on Hopper.
+by 8 or 16 in `hopper_experts.py`, which has the products of weights in four bits with rows of bf16 on Hopper.
 
 Numerics: fp32 sums in an order that depends only on the weights' shape, so neither the number of rows nor other rows
 change a row's bits. Rounding is that of transformers' grouped path, but the sum over k may be in another order.

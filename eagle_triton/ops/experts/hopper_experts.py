@@ -2,13 +2,14 @@
 them.
 
 A program multiplies 64 rows of an expert's weights by a tile of eight rows of x, by tensor cores from registers. For
-one row of x it may take 32 rows of weights, so that multiprocessors have more equal shares (`_height_of`). Of more than
-16 rows an expert has two programs: one for its first tile, one for all others, in turn. TMA brings 512 columns at a
-time into a ring of slots in shared memory, where weights stay in four bits. A slot is multiplied in two parts. Of a
-part's rows each of four warps takes half, and of its 256 columns 128. There a thread takes a unit of 32 columns, of
-four rows, or of two if there are 32 in all: its words are what it multiplies, if columns are taken in the order that
-this asks for, so nothing moves between threads. x is stored in this order. The sums of warps with other columns are
-added at the end, so a row's sums depend on nothing but the weights' shape.
+one row of x it may take 32 rows of weights, so that multiprocessors have more equal shares (`_height_of`). Where
+experts have many rows of x, a tile has 16 of them (`_x_rows_of`), because converting weights takes longest. Of more
+than 16 rows in all an expert has two programs: one for its first tile, one for all others, in turn. TMA brings weights
+into a ring of slots in shared memory, where they stay in four bits. They are multiplied in parts of 256 columns. Of a
+part's rows each of four warps takes half, and of its columns 128. There a thread takes a unit of 32 columns, of four
+rows, or of two if there are 32 in all: its words are what it multiplies, if columns are taken in the order that this
+asks for, so nothing moves between threads. x is stored in this order. The sums of warps with other columns are added at
+the end, so a row's sums depend on nothing but the weights' shape.
 
 MXFP4: a number's four bits become those of a bf16 number that is 2**126 times smaller. The same multiplication makes up
 for this and applies the scale, but leaves weights 2**32 times smaller, because bf16 has no larger factor. So weights
@@ -49,11 +50,12 @@ from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.overlap import overlapped_on_hopper
 
 FourBits = Mxfp4Weight | FourBitExpertWeight
-ROWS = gl.constexpr(8)  # of x that a program multiplies at a time
+ROWS = gl.constexpr(8)  # of x that the tensor cores multiply at a time
 HEIGHT = 64  # rows of an expert's weights, or half of them
 _FEW, _PROGRAMS_OF_MANY = 16, 2  # of more than _FEW rows an expert has mostly less than 8, and most tiles are empty
+# At most, by rows of a tile of x, without zeros and with them: fewer let more programs share a multiprocessor.
+_REGISTERS = {1: (None, None), 8: (96, 128), 16: (128, 168)}
 _SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
-_PARTS = gl.constexpr(2)  # of a slot, with 256 columns each
 _WARPS = gl.constexpr(4)
 _UNIT = gl.constexpr(GROUP)  # columns of a row that a thread multiplies at a time
 _SMALLER = gl.constexpr(32)  # weights are made 2**32 times smaller
@@ -131,6 +133,19 @@ def _multiply_add(first, second, x, sums, multiplication, _semantic=None):
     )
 
 
+@gluon.constexpr_function
+def _parts_in_slot(X_ROWS):
+    """Each has 256 columns. With two, the few programs of one row of x wait less often. With one, more programs of
+    several rows share a multiprocessor."""
+    return 2 if X_ROWS == 1 else 1
+
+
+@gluon.constexpr_function
+def _eights(X_ROWS):
+    """How often the tensor cores multiply a part of weights by a tile of x."""
+    return (X_ROWS + 7) // 8
+
+
 class _Part(NamedTuple):
     """Rows of weights that are multiplied at a time, and their kind: "interleaved" or "halves" of gate and up, which
     are first and second, or "down"."""
@@ -185,10 +200,10 @@ def _part_axes(PART, *words):
 
 
 @gluon.constexpr_function
-def _layout_of_x(HIGH):
-    """Of a part of x [HIGH, 128 words]: a thread has 16 words of a row."""
-    lanes = [[0, 16], [0, 32], *([row % HIGH, 0] for row in (1, 2, 4))]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8]], lanes, [[0, 0], [0, 64]], [], [HIGH, 128])
+def _layout_of_x(X_ROWS):
+    """Of a part of x [X_ROWS, 128 words]: a thread has 16 words of a row."""
+    lanes = [[0, 16], [0, 32], *([row % X_ROWS, 0] for row in (1, 2, 4))]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8]], lanes, [[0, 0], [0, 64]], [], [X_ROWS, 128])
 
 
 @gluon.constexpr_function
@@ -224,37 +239,38 @@ class _Weight(NamedTuple):
 
 
 @gluon.jit
-def _tiles_of(word):
+def _tiles_of(word, X_ROWS: gl.constexpr):
     """The first of a program's tiles of rows, and the end of them. word: of the expert's rows. The last program of an
     expert takes all tiles that are left."""
     count = gl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [word], gl.int32, is_pure=True, pack=1)
-    tile, tiles = gl.program_id(0), (count + ROWS - 1) // ROWS
+    tile, tiles = gl.program_id(0), (count + X_ROWS - 1) // X_ROWS
     return tile, gl.where(tile + 1 == gl.num_programs(0), tiles, gl.minimum(tile + 1, tiles))
 
 
 @gluon.jit
-def _rows_of(word, tile, ONE: gl.constexpr):
-    """How many of an expert's rows there are from a tile's first one on, and their numbers [8]. ONE: there is one
-    row."""
-    bits: gl.constexpr = gl.BlockedLayout([2, ROWS], [32, 1], [1, _WARPS], [1, 0])
-    if ONE:
+def _rows_of(word, tile, X_ROWS: gl.constexpr):
+    """How many of an expert's rows there are from a tile's first one on, and the numbers of the tile's rows [X_ROWS, or
+    8 if there is one row in all]."""
+    COUNT: gl.constexpr = ROWS if X_ROWS == 1 else X_ROWS
+    bits: gl.constexpr = gl.BlockedLayout([2, COUNT], [32, 1], [1, _WARPS], [1, 0])
+    if X_ROWS == 1:
         left = (word != 0).to(gl.int32)
-        row = gl.zeros((ROWS,), gl.int32, gl.SliceLayout(0, bits))
+        row = gl.zeros((COUNT,), gl.int32, gl.SliceLayout(0, bits))
     else:
         bit = gl.arange(0, 64, gl.SliceLayout(1, bits))[:, None]
         member, below = (word >> bit) & 1, word & ((1 << bit.to(gl.int64)) - 1)
         number = gl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [below], gl.int32, is_pure=True, pack=1)
-        number -= tile * ROWS
-        mine = (member != 0) & (number == gl.arange(0, ROWS, gl.SliceLayout(0, bits))[None, :])
+        number -= tile * COUNT
+        mine = (member != 0) & (number == gl.arange(0, COUNT, gl.SliceLayout(0, bits))[None, :])
         row = gl.sum(gl.where(mine, bit, 0), axis=0)
         left = gl.max(gl.max(gl.where(member != 0, number + 1, 0), axis=1), axis=0)
     return left, row
 
 
 @gluon.jit
-def _places_of(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.constexpr, ONE: gl.constexpr):
-    """As which of their experts rows [8] chose this one, [8]."""
-    if ONE:
+def _places_of(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.constexpr, X_ROWS: gl.constexpr):
+    """As which of their experts rows [8 or 16] chose this one."""
+    if X_ROWS == 1:
         found = row
         for j in gl.static_range(CHOSEN):
             found = gl.where(gl.load(routes.experts + j) == expert, j, found)
@@ -299,8 +315,8 @@ def _number(half, row, tile, second, PART: gl.constexpr):
 
 
 class _Ring(NamedTuple):
-    """The parts of all slots, of weights [slots * parts, rows, 32 words] and of x [slots * parts, 8 rows or 1, 128
-    words], and a barrier for each slot that says that its weights have come."""
+    """The parts of all slots, of weights [slots * parts, rows, 32 words] and of x [slots * parts * eights, 8 rows or 1,
+    128 words], and a barrier for each slot that says that its weights have come."""
 
     desc: TensorDescriptor
     words: gl.shared_memory_descriptor
@@ -309,12 +325,14 @@ class _Ring(NamedTuple):
 
 
 @gluon.jit
-def _ring(desc, PART: gl.constexpr, ONE: gl.constexpr):
-    HIGH: gl.constexpr = 1 if ONE else ROWS
+def _ring(desc, PART: gl.constexpr, X_ROWS: gl.constexpr):
+    EIGHTS: gl.constexpr = _eights(X_ROWS)
+    PARTS: gl.constexpr = _SLOTS * _parts_in_slot(X_ROWS)
+    x_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, X_ROWS // EIGHTS, [1, 0])
     ring = _Ring(
         desc,
-        gl.allocate_shared_memory(gl.int32, [_SLOTS * _PARTS, PART.height, 32], desc.layout),
-        gl.allocate_shared_memory(gl.int32, [_SLOTS * _PARTS, HIGH, 128], gl.SwizzledSharedLayout(4, 1, HIGH, [1, 0])),
+        gl.allocate_shared_memory(gl.int32, [PARTS, PART.height, 32], desc.layout),
+        gl.allocate_shared_memory(gl.int32, [PARTS * EIGHTS, X_ROWS // EIGHTS, 128], x_layout),
         barriers(_SLOTS),
     )
     ready((ring.full,), _SLOTS)
@@ -325,45 +343,54 @@ def _ring(desc, PART: gl.constexpr, ONE: gl.constexpr):
 def _copy_words(ring, before, step, weight, expert, first, wanted, PART: gl.constexpr):
     """Let TMA load an expert's weights for a step, which fill a slot, if wanted. before: see _sums."""
     BOX: gl.constexpr = ring.desc.block_type.shape[0]
-    BOXES: gl.constexpr = _PARTS * (PART.height // BOX)
+    PARTS: gl.constexpr = ring.words.shape[0] // _SLOTS
+    BOXES: gl.constexpr = PARTS * (PART.height // BOX)
     slot = (before + step) % _SLOTS
     boxes = reinterpret(ring.words, gl.int32, [_SLOTS * BOXES, BOX, 32], ring.desc.layout)
     mbarrier.expect(ring.full.index(slot), BOXES * BOX * 128, pred=wanted)
     for i in gl.static_range(BOXES):
-        number, part = BOX * i % PART.height, step * _PARTS + BOX * i // PART.height
+        number, part = BOX * i % PART.height, step * PARTS + BOX * i // PART.height
         where = [expert * weight.rows + _row_of(number, first, weight.rows, PART), part * 32]
         async_load(ring.desc, where, ring.full.index(slot), boxes.index(slot * BOXES + i), pred=wanted)
 
 
+class _OwnX(NamedTuple):
+    """Pointers to the rows of x of a program's first step [parts * rows, 1], which of them there are, their columns
+    [parts * rows, 256], and how many columns a row has."""
+
+    ptr: gl.tensor
+    there: gl.tensor
+    column: gl.tensor
+    depth: gl.tensor
+
+
 @gluon.jit
-def _x_ptr(x, x_rows, ONE: gl.constexpr):
-    """Where the rows [8] of x of the first step are, and their columns, [2 parts * 8 rows or 1, 256]."""
+def _own_x(x, x_rows, left, depth, X_ROWS: gl.constexpr):
+    """The _OwnX of a program. x_rows, left: see _rows_of."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WARPS, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    if ONE:
-        part = gl.arange(0, _PARTS, of_rows)
-        row = part * 0 + gl.max(x_rows, axis=0)
+    number = gl.arange(0, _parts_in_slot(X_ROWS) * X_ROWS, of_rows)
+    if X_ROWS == 1:
+        row, there = number * 0 + gl.max(x_rows, axis=0), number >= 0
     else:
-        part = gl.arange(0, _PARTS * ROWS, of_rows) // ROWS
-        row = gl.convert_layout(gl.join(x_rows, x_rows).permute((1, 0)).reshape((_PARTS * ROWS,)), of_rows)
-    column = part[:, None] * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))[None, :]
-    return x.ptr + row[:, None].to(gl.int64) * x.row, column
+        row, there = gl.convert_layout(x_rows, of_rows), number < left
+    column = (number // X_ROWS)[:, None] * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))[None, :]
+    return _OwnX(x.ptr + row[:, None].to(gl.int64) * x.row, there[:, None], column, depth)
 
 
 @gluon.jit
-def _load_x(ptr, column, step, depth):
+def _load_x(x, step, X_ROWS: gl.constexpr):
     """The numbers of x of a step, in the order of the pairs of a word of weights."""
-    column += step * (_PARTS * 256)
-    numbers = gl.load(ptr + column, mask=column // _UNIT < depth // _UNIT, other=0.0)
-    HIGH: gl.constexpr = numbers.shape[0]
-    return numbers.reshape((HIGH, 32, 2, 4)).permute((0, 1, 3, 2)).reshape((HIGH, 256))
+    column = x.column + step * (_parts_in_slot(X_ROWS) * 256)
+    numbers = gl.load(x.ptr + column, mask=x.there & (column // _UNIT < x.depth // _UNIT), other=0.0)
+    COUNT: gl.constexpr = numbers.shape[0]
+    return numbers.reshape((COUNT, 32, 2, 4)).permute((0, 1, 3, 2)).reshape((COUNT, 256))
 
 
 @gluon.jit
 def _store_x(ring, step, numbers):
-    HIGH: gl.constexpr = ring.x.shape[1]
-    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, HIGH, [1, 0])
-    slots = reinterpret(ring.x, _BF16, [_SLOTS, _PARTS * HIGH, 256], layout)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, ring.x.shape[1], [1, 0])
+    slots = reinterpret(ring.x, _BF16, [_SLOTS, numbers.shape[0], 256], layout)
     slots.index(step % _SLOTS).store(numbers)
 
 
@@ -466,17 +493,17 @@ def _pair_of_x(pairs):
 @gluon.jit
 def _x_of(tile):
     """What belongs to the words of each thread: pairs 0, 1, 2 and 3 of the numbers in order."""
-    HIGH: gl.constexpr = tile.shape[0]
-    even, odd = tile.load(_layout_of_x(HIGH)).reshape((HIGH, 2, 4, 4, 2, 2)).split()
+    X_ROWS: gl.constexpr = tile.shape[0]
+    even, odd = tile.load(_layout_of_x(X_ROWS)).reshape((X_ROWS, 2, 4, 4, 2, 2)).split()
     first, third = even.split()
     second, fourth = odd.split()
     return _pair_of_x(first), _pair_of_x(second), _pair_of_x(third), _pair_of_x(fourth)
 
 
 @gluon.jit
-def _steps_of(depth):
+def _steps_of(depth, X_ROWS: gl.constexpr):
     """The steps of a row of weights."""
-    return gl.cdiv(depth, 256 * _PARTS)
+    return gl.cdiv(depth, 256 * _parts_in_slot(X_ROWS))
 
 
 @gluon.jit
@@ -485,47 +512,51 @@ def _sums(
     before,
     x,
     x_rows,
+    left,
     weight,
     expert,
     first,
     PART: gl.constexpr,
-    ONE: gl.constexpr,
+    X_ROWS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """A sum [2, 8, 4, 4] for each tile: in each thread two rows of weights times the rows 2 t and 2 t + 1 of x, of
-    which it is the t-th of four. before: the program's steps before these ones. x_rows [8]: of x. The first weights are
-    on their way."""
+    """For each tile of weights a sum [2, 8, 4, 4] for each eight rows of x: in each thread two rows of weights times
+    the rows 2 t and 2 t + 1 of x, of which it is the t-th of four. before: the program's steps before these ones.
+    x_rows, left: see _rows_of. The first weights are on their way."""
     INTEGERS: gl.constexpr = weight.scales.dtype.element_ty != gl.uint8
     ZEROS: gl.constexpr = weight.zeros is not None
     CONVERSION: gl.constexpr = (_WITH_ZEROS if ZEROS else _SYMMETRIC) if INTEGERS else _MXFP4
-    x_ptr, column = _x_ptr(x, x_rows, ONE)
-    scales, depth = _own_scales(weight, expert, first, PART, GROUP), weight.depth
-    steps = _steps_of(depth)
-    _store_x(ring, before, _load_x(x_ptr, column, 0, depth))
-    numbers, loaded = _load_x(x_ptr, column, 1, depth), _load_scales(scales, 0, GROUP, ZEROS)
+    PARTS: gl.constexpr = _parts_in_slot(X_ROWS)
+    EIGHTS: gl.constexpr = _eights(X_ROWS)
+    own, scales = _own_x(x, x_rows, left, weight.depth, X_ROWS), _own_scales(weight, expert, first, PART, GROUP)
+    steps = _steps_of(weight.depth, X_ROWS)
+    _store_x(ring, before, _load_x(own, 0, X_ROWS))
+    numbers, loaded = _load_x(own, 1, X_ROWS), _load_scales(scales, 0, GROUP, ZEROS)
     sums = ()
-    for _ in gl.static_range(_tiles_in(PART)):
+    for _ in gl.static_range(_tiles_in(PART) * EIGHTS):
         sums += (gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS),)  # type: ignore[assignment]
     for step in range(steps):
         await_full(ring.full, before + step)
         debug_barrier()  # all have read the previous slot, which is filled again
         _copy_words(ring, before, step + 1, weight, expert, first, step + 1 < steps, PART)
         _store_x(ring, before + step + 1, numbers)
-        numbers = _load_x(x_ptr, column, step + 2, depth)
-        for part in range(step * _PARTS, (step + 1) * _PARTS):
-            slot = (before * _PARTS + part) % (_SLOTS * _PARTS)
+        numbers = _load_x(own, step + 2, X_ROWS)
+        for part in range(step * PARTS, (step + 1) * PARTS):
+            slot = (before * PARTS + part) % (_SLOTS * PARTS)
             words, factors = _words_of(ring.words.index(slot), PART), _factors_of(loaded, scales, PART)
             loaded = _load_scales(scales, part + 1, GROUP, ZEROS)
-            found = _x_of(ring.x.index(slot))
             added = ()
             for i in gl.static_range(_tiles_in(PART)):
                 upper = _converted_row(words, factors, 2 * i, CONVERSION)
                 lower = _converted_row(words, factors, 2 * i + 1, CONVERSION)
-                added += (_multiply_add(upper, lower, found, sums[i], _MULTIPLICATION),)  # type: ignore[assignment]
+                for j in gl.static_range(EIGHTS):
+                    found = _x_of(ring.x.index(slot * EIGHTS + j))
+                    product = _multiply_add(upper, lower, found, sums[i * EIGHTS + j], _MULTIPLICATION)
+                    added += (product,)  # type: ignore[assignment]
             sums = added
     LARGER: gl.constexpr = 1.0 if INTEGERS else 4294967296.0
     whole = ()
-    for i in gl.static_range(_tiles_in(PART)):
+    for i in gl.static_range(_tiles_in(PART) * EIGHTS):
         whole += (gl.sum(sums[i], axis=0) * LARGER,)  # type: ignore[assignment]
     return whole
 
@@ -534,6 +565,16 @@ def _sums(
 def _by_rows(sums):
     """Sums of the first rows of weights, and of the second ones, [2, 8 rows of weights, 4, 2 rows of x]."""
     return sums.reshape((2, 8, 4, 2, 2)).permute((0, 1, 2, 4, 3)).split()
+
+
+@gluon.jit
+def _by_eights(vector):
+    """A vector for the rows of a tile of x as vectors for eight of them each."""
+    if vector.shape[0] == ROWS:
+        found = (vector,)
+    else:
+        found = vector.reshape((2, ROWS)).permute((1, 0)).split()
+    return found
 
 
 @gluon.jit
@@ -596,29 +637,30 @@ def swiglu_kernel(
     PART: gl.constexpr,
     CLAMPED: gl.constexpr,
     BLOCK_J: gl.constexpr,
-    ONE: gl.constexpr,
+    X_ROWS: gl.constexpr,
     MANY: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns, slots): inner columns of an expert, half as many as a part has rows. MANY:
     see _tiles_of. See experts_swiglu."""
-    ring, slot = _ring(desc, PART, ONE), gl.program_id(2)
+    ring, slot = _ring(desc, PART, X_ROWS), gl.program_id(2)
     gdc_wait()
     expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
     if MANY:
-        begin, end = _tiles_of(word)
+        begin, end = _tiles_of(word, X_ROWS)
         for tile in range(begin, end):
             debug_barrier()  # all have read the last slots, which are filled again
             _swiglu_tile(
-                x, weight, routes, out_ptr, limit, alpha, ring, (tile - begin) * _steps_of(weight.depth), expert,
-                *_rows_of(word, tile, ONE), CHOSEN, PART, CLAMPED, BLOCK_J, ONE, GROUP,
+                x, weight, routes, out_ptr, limit, alpha, ring,
+                (tile - begin) * _steps_of(weight.depth, X_ROWS), expert,
+                *_rows_of(word, tile, X_ROWS), CHOSEN, PART, CLAMPED, BLOCK_J, X_ROWS, GROUP,
             )  # fmt: skip
     else:
-        left, row = _rows_of(word, gl.program_id(0), ONE)
+        left, row = _rows_of(word, gl.program_id(0), X_ROWS)
         if left > 0:
             _swiglu_tile(
                 x, weight, routes, out_ptr, limit, alpha, ring, 0, expert,
-                left, row, CHOSEN, PART, CLAMPED, BLOCK_J, ONE, GROUP,
+                left, row, CHOSEN, PART, CLAMPED, BLOCK_J, X_ROWS, GROUP,
             )  # fmt: skip
 
 
@@ -639,21 +681,23 @@ def _swiglu_tile(
     PART: gl.constexpr,
     CLAMPED: gl.constexpr,
     BLOCK_J: gl.constexpr,
-    ONE: gl.constexpr,
+    X_ROWS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """`swiglu_kernel` for a tile of rows. before: see _sums. left, row: see _rows_of."""
     first, size = gl.program_id(1) * (PART.height // 2), weight.rows // 2
     _copy_words(ring, before, 0, weight, expert, first, True, PART)
     added = _load_bias(weight, expert, first, PART)
-    pair = row * CHOSEN + _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
-    sums = _sums(ring, before, x, row, weight, expert, first, PART, ONE, GROUP)
+    pair = row * CHOSEN + _places_of(routes, expert, row, CHOSEN, BLOCK_J, X_ROWS)
+    sums = _sums(ring, before, x, row, left, weight, expert, first, PART, X_ROWS, GROUP)
     gdc_launch_dependents()
+    pairs = _by_eights(pair)
     for j in gl.static_range(_tiles_in(PART)):
-        _store_swiglu(
-            sums[j], added[2 * j], added[2 * j + 1], left, pair, out_ptr, first, size, limit, alpha,
-            j, PART, CLAMPED, weight.bias is not None,
-        )  # fmt: skip
+        for k in gl.static_range(len(pairs)):
+            _store_swiglu(
+                sums[j * len(pairs) + k], added[2 * j], added[2 * j + 1], left - k * ROWS, pairs[k], out_ptr,
+                first, size, limit, alpha, j, PART, CLAMPED, weight.bias is not None,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -703,29 +747,30 @@ def down_kernel(
     CHOSEN: gl.constexpr,
     PART: gl.constexpr,
     BLOCK_J: gl.constexpr,
-    ONE: gl.constexpr,
+    X_ROWS: gl.constexpr,
     MANY: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns, slots): columns of an expert's outputs. MANY: see _tiles_of. See
     experts_down."""
-    ring, slot = _ring(desc, PART, ONE), gl.program_id(2)
+    ring, slot = _ring(desc, PART, X_ROWS), gl.program_id(2)
     gdc_wait()
     expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
     if MANY:
-        begin, end = _tiles_of(word)
+        begin, end = _tiles_of(word, X_ROWS)
         for tile in range(begin, end):
             debug_barrier()  # all have read the last slots, which are filled again
             _down_tile(
-                inner_ptr, weight, weights_ptr, routes, out_ptr, rows, ring, (tile - begin) * _steps_of(weight.depth),
-                expert, *_rows_of(word, tile, ONE), CHOSEN, PART, BLOCK_J, ONE, GROUP,
+                inner_ptr, weight, weights_ptr, routes, out_ptr, rows, ring,
+                (tile - begin) * _steps_of(weight.depth, X_ROWS), expert,
+                *_rows_of(word, tile, X_ROWS), CHOSEN, PART, BLOCK_J, X_ROWS, GROUP,
             )  # fmt: skip
     else:
-        left, row = _rows_of(word, gl.program_id(0), ONE)
+        left, row = _rows_of(word, gl.program_id(0), X_ROWS)
         if left > 0:
             _down_tile(
                 inner_ptr, weight, weights_ptr, routes, out_ptr, rows, ring, 0,
-                expert, left, row, CHOSEN, PART, BLOCK_J, ONE, GROUP,
+                expert, left, row, CHOSEN, PART, BLOCK_J, X_ROWS, GROUP,
             )  # fmt: skip
 
 
@@ -745,23 +790,24 @@ def _down_tile(
     CHOSEN: gl.constexpr,
     PART: gl.constexpr,
     BLOCK_J: gl.constexpr,
-    ONE: gl.constexpr,
+    X_ROWS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """`down_kernel` for a tile of rows. before: see _sums. left, row: see _rows_of."""
     first, size = gl.program_id(1) * PART.height, weight.rows
     _copy_words(ring, before, 0, weight, expert, first, True, PART)
     added = _load_bias(weight, expert, first, PART)
-    place = _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
+    place = _places_of(routes, expert, row, CHOSEN, BLOCK_J, X_ROWS)
     pair, part = row * CHOSEN + place, place * rows + row
-    weights = gl.load(weights_ptr + pair, mask=gl.arange(0, ROWS, row.type.layout) < left, other=0.0)
-    sums = _sums(ring, before, Rows(inner_ptr, weight.depth), pair, weight, expert, first, PART, ONE, GROUP)
+    weights = gl.load(weights_ptr + pair, mask=gl.arange(0, pair.shape[0], pair.type.layout) < left, other=0.0)
+    sums = _sums(ring, before, Rows(inner_ptr, weight.depth), pair, left, weight, expert, first, PART, X_ROWS, GROUP)
     gdc_launch_dependents()
-    for j in gl.static_range(_tiles_in(PART)):
-        for second in gl.static_range(2):
+    parts, of_rows = _by_eights(part), _by_eights(weights)
+    for i in gl.static_range(2 * _tiles_in(PART)):
+        for k in gl.static_range(len(parts)):
             _store_down(
-                _by_rows(sums[j])[second], added[2 * j + second], weights, part, left, out_ptr, first, size,
-                j, second, PART, weight.bias is not None,
+                _by_rows(sums[i // 2 * len(parts) + k])[i % 2], added[i], of_rows[k], parts[k], left - k * ROWS,
+                out_ptr, first, size, i // 2, i % 2, PART, weight.bias is not None,
             )  # fmt: skip
 
 
@@ -855,6 +901,14 @@ def _height_of(rows: int, chosen: int, weight: FourBits) -> int:
     return half if rows == 1 and most(half) < most(HEIGHT) else HEIGHT
 
 
+def _x_rows_of(rows: int, chosen: int, experts: int) -> int:
+    """How many rows of x a tile has: twice as many as the tensor cores multiply at a time, if so many experts have more
+    than these that their weights are converted once for both."""
+    if rows == 1:
+        return 1
+    return 2 * ROWS.value if rows * chosen >= ROWS.value * experts else ROWS.value
+
+
 def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[TensorDescriptor, _Weight]:
     """The words in tiles of so many rows, and the rest of the weight."""
     words = descriptor(weight.bytes.flatten(0, 1).view(torch.int32), height, 32, WORDS)
@@ -866,8 +920,9 @@ def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[Tens
 def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits, height: int, *arguments: object) -> None:
     """Launch for `height` rows of weights a program. arguments: without the last four, which are the same for both."""
     (slots,), chosen = routes.hit.shape, routes.experts.shape[1]
-    many = rows > _FEW
-    programs = _PROGRAMS_OF_MANY if many else triton.cdiv(rows, ROWS.value)
+    many, x_rows = rows > _FEW, _x_rows_of(rows, chosen, weight.shape[0])
+    programs = _PROGRAMS_OF_MANY if many else triton.cdiv(rows, x_rows)
     overlapped_on_hopper(kernel, (programs, triton.cdiv(weight.shape[1], height), slots))(
-        *arguments, triton.next_power_of_2(chosen), rows == 1, many, weight.group, num_warps=_WARPS.value
-    )
+        *arguments, triton.next_power_of_2(chosen), x_rows, many, weight.group,
+        num_warps=_WARPS.value, maxnreg=_REGISTERS[x_rows][len(weight.tensors) == 3],
+    )  # fmt: skip
