@@ -49,7 +49,7 @@ def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = 
     return BlockDraft(
         embedding=embedding,
         layers=tuple(_layer(read, config, index) for index in layers),
-        head=head if scaled == head else scaled,
+        head=head if (scaled.divisor, scaled.cap) == (head.divisor, head.cap) else scaled,
         tree_reader=lambda: read_tree(drafter),
         norm=norm,
         d2t=drafter.d2t,
