@@ -5,7 +5,7 @@
     python3 setup_env.py --run usage_example.py       install if needed, report, run the script in .venv
 
 The report says which of card, driver, torch and Triton do not go together, and what mends that.
-Uses the standard library alone, on Linux, WSL and Windows, with Python 3.10-3.13.
+Uses the standard library alone, on Linux, WSL and Windows, with Python 3.10 or newer.
 Exit code 0: usable, perhaps on the CPU only; 1: not ready yet; 2: a wrong argument. After --run: that of the script.
 
 EAGLE_TRITON_TORCH_SPEC replaces the requirement "torch" in the first pip call, to choose another build of the
@@ -28,11 +28,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-MIN_PYTHON, MAX_PYTHON = (3, 10), (3, 13)
-if sys.version_info[:2] < MIN_PYTHON:  # before anything that an older Python cannot evaluate
+if sys.version_info[:2] < (3, 10):  # before anything that an older Python cannot evaluate
     sys.exit(
-        f"setup_env.py: eagle_triton needs Python 3.10-3.13, this is {platform.python_version()}\n"
-        "Install one of them and run it instead, for example: python3.13 setup_env.py --install"
+        f"setup_env.py: eagle_triton needs Python 3.10 or newer, this is {platform.python_version()}\n"
+        "Install a newer one and run it instead, for example: python3.13 setup_env.py --install"
     )
 
 ROOT = Path(__file__).resolve().parent

@@ -1,6 +1,7 @@
 """Whatever a model computes beside its weights is refused by name: when it is read, and when it came later."""
 
 import copy
+import gc
 import operator
 import re
 from functools import partial
@@ -9,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_triton import (
@@ -269,6 +271,27 @@ def test_weights_may_change_in_place(m):
         after = m.naivegenerate(PROMPT, max_new_tokens=8)
     assert not torch.equal(before, after)
     assert torch.equal(after, m.naivegenerate(PROMPT, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimizer_drops_kept_prompts(m, fused):
+    """Fused steps do not raise the versions of the tensors that they change."""
+    model, prompt = m.base_model, random_prompt(150)
+    gc.collect()
+    before = len(_global_optimizer_post_hooks)
+    _, originals = optimize_with_triton(model)
+    model.generate(prompt, max_new_tokens=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = model.generate(prompt, max_new_tokens=8)
+    assert not originals.report()[0].fallbacks
+    originals.restore()
+    assert torch.equal(found, model.generate(prompt, max_new_tokens=8))
+    del originals
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
 
 
 def test_a_session_goes_on_once_a_hook_is_removed(m):

@@ -92,6 +92,9 @@ GREEDY = {
     "minimum, an end token beyond the vocabulary": dict(
         inputs=PROMPT, max_new_tokens=30, min_new_tokens=9, eos_token_id=[3, 99], pad_token_id=PAD
     ),
+    "end tokens in rows": dict(
+        inputs=PROMPT, max_new_tokens=30, min_new_tokens=2, eos_token_id=[[3], [7]], pad_token_id=PAD
+    ),
     "holes": dict(inputs=BATCH, attention_mask=HOLES, max_new_tokens=7, **ENDS),
     "logits_to_keep": dict(inputs=PROMPT, max_new_tokens=7, logits_to_keep=3),
     "static cache": dict(**PADDED, max_new_tokens=14, pad_token_id=PAD, cache_implementation="static"),
@@ -815,6 +818,7 @@ FALLBACKS = {
     "num_beams=2": dict(num_beams=2),
     "guidance_scale=1.5": dict(guidance_scale=1.5),
     "use_cache=None": dict(use_cache=None),
+    "use_cache=0": dict(use_cache=0),
     "compile_config beside cache_implementation='static'": dict(
         compile_config=transformers.CompileConfig(), cache_implementation="static"
     ),
@@ -839,6 +843,14 @@ FALLBACKS = {
 }  # fmt: skip
 if not honoured.CARRIES_POSITIONS:  # then no prompt is read in chunks
     FALLBACKS["prefill_chunk_size=11"] = FALLBACKS.pop("prefill_chunk_size of inputs_embeds")
+
+
+def test_a_callback_may_raise_stop_iteration(model):
+    def ended(ids, scores):
+        raise StopIteration("mine")
+
+    with optimize_with_triton(model), pytest.raises(StopIteration, match="mine"):
+        model.generate(PROMPT, max_new_tokens=4, logits_processor=[ended])
 
 
 @pytest.mark.parametrize("reason", FALLBACKS)

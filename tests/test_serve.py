@@ -42,6 +42,7 @@ from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference import Session
 from eagle_triton.inference.session import StepInfo
+from eagle_triton.serve.answers import Answer
 from eagle_triton.serve.app import LONG, MAX_BYTES, Service, make_app
 from eagle_triton.serve.bodies import read_chat, read_completion
 from eagle_triton.serve.drafters import Drafters
@@ -397,7 +398,7 @@ BAD = [
     ({"prompt": [1, -1]}, "prompt", "prompt must be"),
     ({"prompt": [1, True]}, "prompt", "prompt must be"),
     ({"prompt": [99999]}, "prompt", "prompt: token ids out of range"),
-    ({"prompt": ["a", ""]}, "prompt.1", "prompt.1 must be a string or a list of token ids that is not empty"),
+    ({"prompt": ["a", ""]}, "prompt.1", "must be a string or a list of token ids that is not empty, got ''"),
     ({"prompt": [[1], "a", [2.5]]}, "prompt.2", "prompt.2 must be"),
     ({"prompt": "x", "max_token": 5}, "max_token", "max_token is an unknown field, did you mean max_tokens?"),
     ({"prompt": "x", "max_completion_tokens": 5}, "max_completion_tokens", "did you mean max_tokens?"),
@@ -429,6 +430,23 @@ BAD = [
     ({"prompt": "x", "min_p": 2}, "min_p", "min_p must be less than or equal to 1, got 2"),
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "must be greater than 0"),
     ({"prompt": "x", "repetition_penalty": 1e39}, "repetition_penalty", "that float32 holds"),
+    ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty", "that float32 holds"),
+    ({"prompt": "x", "return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "must come with logprobs"),
+    (
+        {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "must come with include_usage=true",
+    ),
+    (
+        {**CHAT, "separate_reasoning": False, "include_reasoning": False},
+        "separate_reasoning",
+        "must be true with include_reasoning=false",
+    ),
+    (
+        {**CHAT, "separate_reasoning": False, "stream_reasoning": False},
+        "separate_reasoning",
+        "must be true with stream_reasoning=false",
+    ),
     ({"prompt": "x", "seed": 2**63}, "seed", "seed must be less than 9223372036854775808"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a", "must match pattern"),
     ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias.1", "must be less than or equal to 100, got 101"),
@@ -574,10 +592,38 @@ def test_bodies_that_are_none(client, name):
 
 
 def test_other_paths_methods_and_types(client):
-    assert client.ask("/v1/nothing")[0] == 404 and "message" in client.ask("/v1/nothing")[2]["error"]
-    assert client.ask("/v1/completions")[0] == 405
-    status, _, answer = client.ask("/v1/completions", {"prompt": "x"}, Content_Type="text/plain")
-    assert status == 415 and "application/json" in answer["error"]["message"]
+    for path, expected, told in (
+        ("/nothing", 404, "GET '/nothing': Not Found. Endpoints and their methods are listed at /docs"),
+        ("/v1/completions", 405, "GET '/v1/completions': Method Not Allowed."),
+    ):
+        status, _, answer = client.ask(path)
+        assert status == expected and told in answer["error"]["message"]
+    for headers, told in (({"Content_Type": "text/plain"}, "application/json"), ({"Content_Encoding": "gzip"}, "gzip")):
+        status, _, answer = client.ask("/v1/completions", {"prompt": "x"}, **headers)
+        assert status == 415 and told in answer["error"]["message"]
+
+
+def test_query_parameters_are_refused_by_name(client):
+    for path, body, name in (
+        ("/v1/models?banana=1", None, "banana"),
+        ("/v1/responses/resp_1?stream=true", None, "stream"),
+        ("/v1/completions?stream=true", {"prompt": "x"}, "stream"),
+        ("/v1/responses/resp_1/input_items?limit=1&limit=2", None, "limit"),
+    ):
+        status, _, answer = client.ask(path, body)
+        assert (status, answer["error"]["param"]) == (400, name)
+
+
+def test_a_stream_in_which_the_server_fails_ends_with_an_error(client, monkeypatch):
+    def fail(self, place, piece):
+        raise KeyError("arguments")
+
+    begun = Answer.chunk
+    calls = iter((begun, *[fail] * 100))
+    monkeypatch.setattr(Answer, "chunk", lambda *args: next(calls)(*args))
+    _, _, text = client.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": True})
+    error = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+    assert (error["type"], error["message"]) == ("server_error", "the server has failed; see its log")
 
 
 def test_a_client_adds_no_lines_to_the_log(client, caplog):

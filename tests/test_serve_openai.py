@@ -155,8 +155,9 @@ def test_echo_with_the_prompts_log_probabilities(client, server, likelihood):
 def test_log_probabilities_of_prompts_by_ids(client, server, likelihood):
     tokens = server.inference.tokenizer(PROMPT).input_ids
     rows = likelihood(tokens)
-    asked = dict(prompt_logprobs=2, max_tokens=1, return_tokens_as_token_ids=True, **GREEDY)
-    text = client.ask("/v1/completions", dict(prompt=PROMPT, logprobs=0, **asked))[2]["choices"][0]
+    asked = dict(prompt_logprobs=2, max_tokens=1, **GREEDY)
+    by_ids = dict(prompt=PROMPT, logprobs=0, return_tokens_as_token_ids=True)
+    text = client.ask("/v1/completions", {**by_ids, **asked})[2]["choices"][0]
     chat = client.ask("/v1/chat/completions", dict(messages=[dict(role="user", content=PROMPT)], **asked))[2]
     assert text["logprobs"]["tokens"][0].startswith("token_id:") and text["prompt_token_ids"] is None
     assert chat["prompt_logprobs"] == text["prompt_logprobs"] and text["prompt_logprobs"][0] is None
@@ -201,10 +202,6 @@ def test_usage_never_repeats_and_ends_with_the_text(client):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]]
     assert counts == sorted(set(counts)) and counts[-1] == 12
     assert chunks[-2]["choices"][0]["finish_reason"] == "length" and chunks[-2]["choices"][0]["text"]
-    second = dict(include_usage=False, continuous_usage_stats=True)
-    assert all(
-        "usage" not in one for one in events(client.ask("/v1/completions", {**options, "stream_options": second})[2])
-    )
 
 
 def test_fields_that_need_no_engine(client, caplog):
@@ -285,9 +282,17 @@ def test_roles_and_fields_of_messages_that_the_template_reads(server):
 
 def test_what_the_chat_template_does_not_read_is_refused(server):
     reader = PromptReader(Served.read(server.inference), 512, THINKS)
-    for told, name in (({"thinking": True}, "thinking"), ({"messages": []}, "messages")):
+    said = {"role": "user", "content": "x"}
+    for told, name in (({"thinking": True}, "thinking"), ({"messages": []}, "messages"), ({"content": 1}, "content")):
         with pytest.raises(RequestError, match=f"chat_template_kwargs.{name} is"):
-            reader.requests(read_chat({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": told}))
+            reader.requests(read_chat({"messages": [said], "chat_template_kwargs": told}))
+    with pytest.raises(RequestError, match="messages.0.name is not read"):
+        reader.requests(read_chat({"messages": [{**said, "name": "bob"}]}))
+    asked = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    with pytest.raises(RequestError, match="reasoning_effort and chat_template_kwargs.enable_thinking must agree"):
+        reader.requests(read_chat({"messages": [said], **asked}))
+    tagged = PromptReader(Served.read(server.inference), 512, THINKS + "{% generation %}{% endgeneration %}")
+    assert tagged.requests(read_chat({"messages": [said], "chat_template_kwargs": {"enable_thinking": True}}))
 
 
 def markdown(**models: type[Fields]) -> str:

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MIN_PYTHON, MAX_PYTHON = (3, 10), (3, 13)
+MIN_PYTHON, TESTED_PYTHON = (3, 10), (3, 13)  # the newest that this project was tested with
 WINDOWS = os.name == "nt"
 CHECKOUT = (Path(__file__).resolve().parents[2] / "setup_env.py").is_file()  # else an installed package
 INSTALL = ("python" if WINDOWS else "python3") + " setup_env.py --install"
@@ -200,10 +200,12 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def check_python(version: str) -> Check:
-    if MIN_PYTHON <= release(version)[:2] <= MAX_PYTHON:
+    if release(version)[:2] > TESTED_PYTHON:
+        return Check("Python", version, "note", f"not tested; {dotted(TESTED_PYTHON)} is")
+    if release(version)[:2] >= MIN_PYTHON:
         return Check("Python", version)
     mend = "python3.13 setup_env.py --install" if CHECKOUT else "python3.13 -m venv, and install eagle_triton there"
-    return Check("Python", version, "fault", "needs Python 3.10-3.13", mend)
+    return Check("Python", version, "fault", f"needs Python {dotted(MIN_PYTHON)} or newer", mend)
 
 
 def check_package(name: str, version: str | None) -> Check:

@@ -17,7 +17,7 @@ from eagle_triton.engine.upload import upload
 from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.values import check_number
 
-MAX_FLOAT32 = torch.finfo(torch.float32).max  # the device keeps numbers in fp32
+MIN_FLOAT32, MAX_FLOAT32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # as the device keeps them
 PENALTIES = ("presence_penalty", "frequency_penalty")
 MAX_TOP_K = torch.iinfo(torch.int32).max
 
@@ -63,7 +63,7 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1] (0: off), got {self.min_p}")
         if self.seed is not None:
             object.__setattr__(self, "seed", _seed(self.seed))
-        if not 0 < self.repetition_penalty <= MAX_FLOAT32:
+        if not MIN_FLOAT32 <= self.repetition_penalty <= MAX_FLOAT32:
             given = self.repetition_penalty
             raise ValueError(f"repetition_penalty must be a finite number > 0 (1: off) that float32 holds, got {given}")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))

@@ -47,6 +47,7 @@ MAX_READ = 16 * MAX_BYTES  # bytes of a refused body, before the connection is c
 AnyAnswer = Answer | ResponseAnswer
 REPORTED = ("user", "safety_identifier", "metadata")  # fields of a body that the log shows
 _LEFT = RequestError(499, "the client has left")
+_FAILED = "the server has failed; see its log"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _page(root_path: str) -> str:
 
 
 def _routes(service: Service) -> APIRouter:
-    routes = APIRouter(dependencies=[Depends(_checker(service))])
+    routes = APIRouter(dependencies=[Depends(_checker(service)), Depends(_refuse_query)])
     responses = ResponseStore()
     short, long = (ThreadPoolExecutor(1, thread_name_prefix="tokenizer") for _ in range(2))
 
@@ -149,6 +150,9 @@ def _routes(service: Service) -> APIRouter:
         _check_model(service, name)
         return _model(service)
 
+    def reader_of(raw: bytes) -> ThreadPoolExecutor:
+        return short if len(raw) <= LONG else long
+
     def endpoint(
         read: Callable[[Mapping[str, Any]], Body], kind: Callable[..., AnyAnswer]
     ) -> Callable[[Request], Awaitable[Response]]:
@@ -159,8 +163,7 @@ def _routes(service: Service) -> APIRouter:
             body = read(read_json(raw))
             _check_model(service, body["model"])
             service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before its prompts are tokenized
-            reader = short if len(raw) <= LONG else long
-            asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
+            asked = await asyncio.get_running_loop().run_in_executor(reader_of(raw), service.prompts.requests, body)
             answer = kind(body, asked, service.model, service.prompts, service.drafters)
             headers = {} if "x-request-id" in request.headers else {"X-Request-Id": answer.id}
             tickets = service.engine.submit(asked)
@@ -184,13 +187,14 @@ def _routes(service: Service) -> APIRouter:
     read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
     routes.post("/v1/responses")(endpoint(read, kind))
 
-    async def tokens_of(body: Body) -> list[int]:
+    async def tokens_of(body: Body, raw: bytes) -> list[int]:
         _check_model(service, body["model"])
-        return await asyncio.get_running_loop().run_in_executor(long, service.prompts.tokens, body)
+        return await asyncio.get_running_loop().run_in_executor(reader_of(raw), service.prompts.tokens, body)
 
     @routes.post("/v1/responses/input_tokens")
     async def input_tokens(request: Request) -> dict[str, Any]:
-        tokens = await tokens_of(read_response_input(read_json(await _bytes_of(request)), responses))
+        raw = await _bytes_of(request)
+        tokens = await tokens_of(read_response_input(read_json(raw), responses), raw)
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     @routes.post("/v1/responses/compact")
@@ -200,8 +204,9 @@ def _routes(service: Service) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        body, prompts = read_tokenize(read_json(await _bytes_of(request))), service.prompts
-        tokens = await tokens_of(body)
+        raw, prompts = await _bytes_of(request), service.prompts
+        body = read_tokenize(read_json(raw))
+        tokens = await tokens_of(body, raw)
         strings = prompts.tokenizer.convert_ids_to_tokens(tokens) if body["return_token_strs"] else None
         return {"count": len(tokens), "max_model_len": prompts.max_model_len, "tokens": tokens, "token_strs": strings}
 
@@ -254,7 +259,8 @@ async def _pieces(
             place, piece = given
             completion = tickets[place].completion = piece.completion
             if completion is not None and (error := completion.error) is not None:
-                raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
+                param = body.grammar_field if error.startswith("grammar") else None
+                raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}", param)
             yield given
     finally:
         if leaving is not None:
@@ -286,9 +292,12 @@ async def _events(
                     begun = True
                     yield b"".join(events)
                     events = []
-        except RequestError as error:
+        except Exception as error:
             if not begun:
                 raise
+            if not isinstance(error, RequestError):
+                log.exception("request %d has failed", tickets[0].number)
+                error = RequestError(500, _FAILED)
             yield b"".join([*events, answer.failed(error)])
 
 
@@ -344,6 +353,15 @@ def _checker(service: Service) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
+async def _refuse_query(request: Request) -> None:
+    """Refuses query parameters where an endpoint does not read them itself, and those that are given twice."""
+    names = [name for name, _ in request.query_params.multi_items()]
+    if names and not request.url.path.endswith("/input_items"):
+        raise FieldError(f"{names[0]:.60}", "is a query parameter, and this endpoint reads none")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FieldError(f"{twice:.60}", "must be given once")
+
+
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
@@ -376,6 +394,8 @@ async def _read_bytes(request: Request) -> bytes:
         raise _LEFT from None
     if read > MAX_BYTES:
         raise RequestError(413, f"the body must have at most {MAX_BYTES} bytes")
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise RequestError(415, f"the body must be sent without Content-Encoding, got {encoding!r:.60}")
     if kind != "application/json":
         raise RequestError(415, f"the body must be of type application/json, got {kind or 'none'!r:.60}")
     return bytes(kept)
@@ -397,7 +417,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
         why = error.param or error.code or "refused"
         log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # %r: in one line
     elif isinstance(error, HTTPException):
-        error = RequestError(error.status_code, str(error.detail), headers=error.headers)
+        told = f"{request.method} {request.url.path!r:.100}: {error.detail}"
+        if error.status_code in (404, 405):
+            told += f". Endpoints and their methods are listed at {request.scope.get('root_path', '')}/docs"
+        error = RequestError(error.status_code, told, headers=error.headers)
     else:
-        error = RequestError(500, "the server has failed; see its log")
+        error = RequestError(500, _FAILED)
     return JSONResponse(error.body, error.status, error.headers)

@@ -37,7 +37,8 @@ def _prompts(given: Any) -> tuple[str | list[int], ...]:
     for index, prompt in enumerate(prompts):
         is_ids = isinstance(prompt, list) and all(type(one) is int and 0 <= one < 2**31 for one in prompt)
         if not prompt or not (isinstance(prompt, str) or is_ids):
-            raise wrong(str(index) if listed else "", "must be a string or a list of token ids that is not empty")
+            what = f"must be a string or a list of token ids that is not empty, got {prompt!r:.60}"
+            raise wrong(str(index) if listed else "", what)
     return prompts
 
 
@@ -64,6 +65,12 @@ class StreamOptions(Obfuscation):
     include_usage: bool | None = about("true: a last chunk has the usage")
     continuous_usage_stats: bool | None = about("true, with `include_usage`: every chunk has the usage so far", "vLLM")
     include_drafts: bool | None = about("true: chunks show the drafts and their drafter", "here")
+
+    @model_validator(mode="after")
+    def _continuous(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise wrong("continuous_usage_stats", "must come with include_usage=true")
+        return self
 
 
 class ServedModel(Fields):
@@ -263,6 +270,9 @@ class ChatBody(TextGeneration, BeginningFields, ToolFields):
             )
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "must come with logprobs=true")
+        if self.separate_reasoning is False and False in (self.include_reasoning, self.stream_reasoning):
+            other = "include" if self.include_reasoning is False else "stream"
+            raise wrong("separate_reasoning", f"must be true with {other}_reasoning=false, got false")
         if self.echo and self.messages[-1]["role"] != "assistant":
             raise wrong("echo", "must come with a last message of the role assistant, which the answer repeats")
         return self
@@ -281,6 +291,8 @@ class TokenizeBody(ServedModel, BeginningFields):
     def _one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages must be given, and not both")
+        if self.add_special_tokens and self.messages is not None:
+            raise wrong("add_special_tokens", "must come with prompt: a chat template writes special tokens itself")
         return self
 
 
@@ -417,6 +429,8 @@ def body_of(asked: Generation, formats: Mapping[str, Grammar], tools: Tools = NO
         named, grammar = "tool_choice", None  # calls leave no text for a format
     if grammar is not None:
         sampling["grammar"] = grammar
+    if getattr(asked, "return_tokens_as_token_ids", None) and own.get("logprobs") is None:
+        raise FieldError("return_tokens_as_token_ids", "must come with logprobs")
     if asked.stream_options is not None and not asked.stream:
         raise FieldError("stream_options", "must come with stream=true")
     options = StreamOptions.model_validate(asked.stream_options.model_dump() if asked.stream_options else {})

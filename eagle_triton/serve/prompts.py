@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 from torch import Tensor
 
 from eagle_triton.engine.grammar import Grammar
@@ -195,11 +196,25 @@ class PromptReader:
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
+@functools.lru_cache(64)
+def _variables(template: str) -> frozenset[str] | None:
+    """The names that a chat template reads. None: it has tags that only transformers knows."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except TemplateError:
+        return None
+
+
 def _told(body: Body, template: str) -> dict[str, Any]:
     """The chat template's input besides messages and tools. Refuses what the template does not read."""
+    variables = _variables(template)
+
+    def has(word: str) -> bool:
+        return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
     def reads(name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", template) is not None
+        return has(name) if variables is None else name in variables
 
     if body.tools.auto and not reads("tools"):
         raise FieldError("tools", "are not read by this model's chat template")
@@ -208,22 +223,25 @@ def _told(body: Body, template: str) -> dict[str, Any]:
                            "Hermes (Qwen), Llama 3, Mistral and gpt-oss", "tools")  # fmt: skip
     for index, message in enumerate(body.messages or ()):
         for name in message:
-            if (name in MESSAGE and name != "tool_calls") or reads(name):
+            told_apart = name == "name" and message["role"] != "tool"  # participants; a tool's result has its call's id
+            if (name in MESSAGE and name != "tool_calls" and not told_apart) or has(name):
                 continue
-            where = f"messages.{index}.{name:.60}"
-            raise FieldError(where, "is not read by this model's chat template")
+            if body.of_response:
+                raise FieldError("input", f"has {name:.60}, which is not read by this model's chat template")
+            raise FieldError(f"messages.{index}.{name:.60}", "is not read by this model's chat template")
     told = dict(body[KWARGS] or {})
     for name in told:
         if name in RESERVED or not reads(name):
             why = "is set by messages and other fields" if name in RESERVED else "is not read by the chat template"
             raise FieldError(f"{KWARGS}.{name:.60}", why)
     if body.effort is not None:
-        if reads("reasoning_effort"):
-            told.setdefault("reasoning_effort", body.effort)
-        elif reads("enable_thinking"):
-            told.setdefault("enable_thinking", body.effort != "none")
-        else:
-            raise FieldError("reasoning_effort", "is not read by this model's chat template")
+        said = "reasoning.effort" if body.of_response else "reasoning_effort"
+        asked = {"reasoning_effort": body.effort, "enable_thinking": body.effort != "none"}
+        name = next((name for name in asked if reads(name)), None)
+        if name is None:
+            raise FieldError(said, "is not read by this model's chat template")
+        if (other := told.setdefault(name, asked[name])) != asked[name]:
+            raise FieldError(said, f"and {KWARGS}.{name} must agree, got {body.effort!r} and {other!r:.60}")
     return told
 
 

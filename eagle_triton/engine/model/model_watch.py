@@ -6,6 +6,7 @@ is chosen. Weights may change in place. Everything that replaces or wraps them i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat, zip_longest
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from eagle_triton.engine.model.module_kinds import (
     PROJECTIONS,
@@ -128,6 +130,7 @@ class ModelWatch:
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
         self._with_dropout = [part for part in self._read if part.constants.get("attention_dropout")]
         self._fast_facts = _FastFacts(self._read, [module for _, module in self._called])
+        self._optimizer_steps = _count_optimizer_steps(self)
         self._as_read = self._facts()
         self._checked = self._fast_facts.tensors, self._fast_facts.addresses
 
@@ -192,12 +195,14 @@ class ModelWatch:
         """A number that grows with every change in place of the tensors that the last `change` saw; None: some tensor
         does not count its changes.
 
-        It misses changes that torch does not count (`weight.data.copy_`).
+        It misses changes that torch does not count (`weight.data.copy_`). Fused optimizers do not count theirs either,
+        so each step of any optimizer counts.
         """
         called = [part for _, module in self._called for part in module.modules()]
         own = [tensor for part in called for tensor in (*part._parameters.values(), *part._buffers.values())]
         try:
-            return sum(part._version for part in (*self._fast_facts.tensors, *_stored(own)))
+            changes = sum(part._version for part in (*self._fast_facts.tensors, *_stored(own)))
+            return changes + len(self._optimizer_steps)
         except RuntimeError:  # an inference tensor
             return None
 
@@ -304,6 +309,14 @@ class _Part:
         if (module._forward_hooks or module._forward_pre_hooks) and (hook := _hook(module)):
             return f"{self.path} has got {hook}, which would not run"
         return None
+
+
+def _count_optimizer_steps(watch: ModelWatch) -> list[None]:
+    """A list that grows with each step of a torch optimizer, as long as the watch lives."""
+    steps = list[None]()
+    hook = register_optimizer_step_post_hook(lambda *_: steps.append(None))
+    weakref.finalize(watch, hook.remove)
+    return steps
 
 
 def _version(tensor: Tensor) -> int:

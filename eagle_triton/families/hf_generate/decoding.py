@@ -90,9 +90,14 @@ def _decode_on_host(engine: Engine, tree: TreeSpec, plan: Plan, call: Call) -> T
         logits=() if wanted and config.output_logits else None,
     )
     with closing(_steps(engine, tree if len(plan.prompts) == 1 else PLAIN, plan, chooser)) as steps:
-        for _ in steps:
-            if chooser.done:
-                break
+        try:
+            for _ in steps:
+                if chooser.done:
+                    break
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration):  # a callback's, which Python changes in a generator
+                raise error.__cause__ from None
+            raise
     engine.ops.calls["chosen_on_host"] += (chooser.sequences.shape[1] - input_ids.shape[1]) * len(input_ids)
     if not wanted:
         return chooser.sequences

@@ -111,13 +111,13 @@ def config_reasons(config: GenerationConfig) -> list[str]:
             neutral = name not in default or value in (False, default[name])  # a user's own entries mean nothing
         if not neutral:
             reasons.append(f"{name}={value!r}")
-    if config.use_cache is None:  # then transformers has a cache, but feeds the whole sequence at every step
-        reasons.append("use_cache=None")
+    if not isinstance(config.use_cache, bool):  # transformers then has a cache, but may feed the whole sequence
+        reasons.append(f"use_cache={config.use_cache!r}")
     compiled = getattr(config, "compile_config", None) is not None
     if compiled and config.cache_implementation not in (None, "dynamic", "offloaded"):  # otherwise nothing is compiled
         reasons.append(f"compile_config beside cache_implementation={config.cache_implementation!r}")
     chunk = getattr(config, "prefill_chunk_size", None)
-    right = CARRIES_POSITIONS and config.use_cache is not False and isinstance(chunk, int) and chunk > 0
+    right = CARRIES_POSITIONS and config.use_cache is not False and is_count(chunk)
     if chunk is not None and not right:
         reasons.append(f"prefill_chunk_size={chunk!r}")
     return reasons

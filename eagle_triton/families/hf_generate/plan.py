@@ -152,7 +152,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     pad = getattr(config, "_pad_token_tensor", None)
     if pads and pad is None:
         reasons.append("eos_token_id without pad_token_id")
-    ends = [rule.eos_token_id.tolist() for rule in rules if type(rule) is EosTokenCriteria]
+    ends = [rule.eos_token_id.flatten().tolist() for rule in rules if type(rule) is EosTokenCriteria]
     stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
     held_back = min(max(held_back - length, 0), new_tokens)
     if held_back and {token for token in held_ids if token >= 0} != stop_ids:
@@ -286,7 +286,7 @@ def _read_processors(
                 least = processor.min_length
             else:
                 least = processor.prompt_length_to_skip + processor.min_new_tokens
-            ends = processor.eos_token_id.tolist()
+            ends = processor.eos_token_id.flatten().tolist()
             held_back, held_ids = max(held_back, least), held_ids.union(end for end in ends if end < vocabulary)
         elif kind is not processors.LogitNormalization:  # it changes no distribution
             raise Fallback(kind.__name__)
