@@ -28,7 +28,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-if sys.version_info[:2] < (3, 10):  # before anything that an older Python cannot evaluate
+MIN_PYTHON = (3, 10)
+if sys.version_info[:2] < MIN_PYTHON:  # before anything that an older Python cannot evaluate
     sys.exit(
         f"setup_env.py: eagle_triton needs Python 3.10 or newer, this is {platform.python_version()}\n"
         "Install a newer one and run it instead, for example: python3.13 setup_env.py --install"
@@ -70,9 +71,6 @@ def install(directory: Path, constraints: Path, extra_no_deps: list[str], verbos
     state = stamp.read_text() if stamp.exists() else None
     if state == wanted and python.exists():
         return
-    row = environment.check_python(platform.python_version())
-    if row.status == "fault":
-        raise SetupError(f"eagle_triton {row.comment}, this is {row.value}\nInstall one, then: {row.mend}")
     if state is None and directory.exists() and any(directory.iterdir()):
         raise SetupError(f"{directory} was not made by setup_env.py\nRemove it, or add: --venv ANOTHER_DIR")
     if state is not None and (state.split()[0] != python_series() or not python.exists()):

@@ -338,13 +338,6 @@ def test_missing_ensurepip_names_the_package(tmp_path, constraints, monkeypatch)
         setup_env.install(tmp_path / "env", constraints, [])
 
 
-def test_python_out_of_range_installs_nothing(tmp_path, constraints, monkeypatch):
-    monkeypatch.setattr("platform.python_version", lambda: "3.14.0")
-    with pytest.raises(setup_env.SetupError, match=r"needs Python 3\.10-3\.13, this is 3\.14\.0"):
-        setup_env.install(tmp_path / "env", constraints, [])
-    assert not (tmp_path / "env").exists()
-
-
 TALKS = "import sys; print('out'); print('err', file=sys.stderr); raise SystemExit({})"
 
 
@@ -387,7 +380,7 @@ def test_table_names_each_fault_and_what_mends_it(monkeypatch, capsys, tmp_path)
 
 
 def test_table_names_what_an_installation_does_not_mend(monkeypatch, capsys, tmp_path):
-    facts = machine(python="3.14.0", packages={"accelerate": None})
+    facts = machine(python="3.9.18", packages={"accelerate": None})
     monkeypatch.setattr(environment, "inspect_python", lambda python: facts)
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
