@@ -202,7 +202,7 @@ class ModelWatch:
         own = [tensor for part in called for tensor in (*part._parameters.values(), *part._buffers.values())]
         try:
             changes = sum(part._version for part in (*self._fast_facts.tensors, *_stored(own)))
-            return changes + len(self._optimizer_steps)
+            return changes + self._optimizer_steps[0]
         except RuntimeError:  # an inference tensor
             return None
 
@@ -311,10 +311,14 @@ class _Part:
         return None
 
 
-def _count_optimizer_steps(watch: ModelWatch) -> list[None]:
-    """A list that grows with each step of a torch optimizer, as long as the watch lives."""
-    steps = list[None]()
-    hook = register_optimizer_step_post_hook(lambda *_: steps.append(None))
+def _count_optimizer_steps(watch: ModelWatch) -> list[int]:
+    """The number of steps of torch's optimizers from now on, as long as the watch lives."""
+    steps = [0]
+
+    def count(*_: Any) -> None:
+        steps[0] += 1
+
+    hook = register_optimizer_step_post_hook(count)
     weakref.finalize(watch, hook.remove)
     return steps
 
