@@ -31,6 +31,7 @@ from eagle_triton.serve.answer_parts import (
     AnswerReader,
     form_of,
 )
+from eagle_triton.serve.answers import _bytes
 from eagle_triton.serve.bodies import read_chat
 from eagle_triton.serve.engine_client import Ticket
 from eagle_triton.serve.tools import ToolFields, answer_grammar, read_tools
@@ -165,6 +166,24 @@ def test_reasoning_may_come_in_one_chunk(answering, end, rest):
         assert "".join(delta.content or "" for delta in deltas) == rest
     whole = client.ask("/v1/chat/completions", {"messages": [USER], "stream_reasoning": False})[2]
     assert whole["choices"][0]["message"]["reasoning_content"] == thoughts
+
+
+SPLIT = "é x 😀, 漢"  # characters of several tokens in the demo's vocabulary
+
+
+def test_tokens_that_are_parts_of_a_character_have_its_bytes(answering):
+    answer = answering(SPLIT, None).chat(messages=[USER], logprobs=True).choices[0]
+    places = answer.logprobs.content
+    assert len(places) > len(SPLIT) and any("\ufffd" in place.token for place in places)
+    assert bytes(byte for place in places for byte in place.bytes).decode().strip() == answer.message.content.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "want"), [("<0xC3>", [0xC3]), ("Ã©", [0xC3, 0xA9]), ("Ġð", [0x20, 0xF0]), ("漢", None)]
+)
+def test_bytes_of_names_in_vocabularies(name, want):
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: name)
+    assert _bytes(SimpleNamespace(text=lambda ids: "\ufffd", tokenizer=tokenizer), 5) == want
 
 
 def test_calls_and_results_in_the_history_reach_the_template(answering, server):

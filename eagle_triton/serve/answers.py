@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.session import Completion
-from eagle_triton.inference.text import TextStream
+from eagle_triton.inference.text import BROKEN, TextStream
 from eagle_triton.serve.answer_parts import ARGUMENTS, CALL, CONTENT
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.drafters import Drafters
@@ -23,6 +24,9 @@ from eagle_triton.serve.prompts import PromptReader
 
 SLOWER = "measured slower here"  # the reason to decode plainly although there is a draft
 LEAST = -9999.0  # stands for a log-probability of minus infinity, which JSON cannot write
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTES = {chr(byte): byte for byte in PRINTABLE}  # by the characters that stand for them in vocabularies as GPT-2's
+BYTES |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(0x100)} - {*PRINTABLE}))}
 PADDED = 64  # events are padded to multiples of this many characters if their length is hidden
 
 Top = Sequence[tuple[int, float]]
@@ -341,7 +345,7 @@ class Choice:
         return f"token_id:{token}" if self._body["return_tokens_as_token_ids"] else self._reader.text([token])
 
     def _scored(self, token: int, value: float | None) -> dict[str, Any]:
-        return {"token": self._name(token), "logprob": value, "bytes": _bytes(self._reader.text([token]))}
+        return {"token": self._name(token), "logprob": value, "bytes": _bytes(self._reader, token)}
 
 
 def event(body: dict[str, Any], name: str | None = None) -> bytes:
@@ -354,6 +358,12 @@ def _mean(logprobs: Sequence[float] | None) -> float:
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
-def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token's text; None if the text is not whole characters."""
-    return None if "\ufffd" in text else list(text.encode())
+def _bytes(reader: PromptReader, token: int) -> list[int] | None:
+    """The bytes of a token, which may be a part of a character; None if they are not known."""
+    text, name = reader.text([token]), reader.tokenizer.convert_ids_to_tokens(token)
+    if BROKEN not in text:
+        return list(text.encode())
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's
+        return [int(found[1], 16)]
+    known = [BYTES[character] for character in name if character in BYTES]
+    return known if len(known) == len(name) else None
