@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.engine.grammar import Grammar, GrammarCompiler, GrammarError
@@ -184,6 +185,36 @@ def test_tokens_that_are_parts_of_a_character_have_its_bytes(answering):
 def test_bytes_of_names_in_vocabularies(name, want):
     tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: name)
     assert _bytes(SimpleNamespace(text=lambda ids: "\ufffd", tokenizer=tokenizer), 5) == want
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "with a token before the prompt"])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_places_in_the_text(answering, server, monkeypatch, stream, echo, begins):
+    client, tokenizer = answering(SPLIT, None), server.prompts.tokenizer
+    if begins:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+        monkeypatch.setattr(server.prompts, "tokenizer", tokenizer)
+    prompt = tokenizer("😀: é").input_ids
+    answer = client.complete(prompt="😀: é", logprobs=0, echo=echo, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    text = "".join(choice.text for choice in choices)
+    found = [place for choice in choices if choice.logprobs for place in choice.logprobs.text_offset]
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+    assert len(found) == len(tokenizer(SPLIT).input_ids) - begins + (len(prompt) if echo else 0)
+    whole = 0
+    for place, token in zip(found, tokens, strict=True):
+        if token == "<|endoftext|>":
+            assert place == 0
+        elif "\ufffd" in token:
+            assert len(text[place].encode()) > 1
+        else:
+            whole += 1
+            assert text[place:].startswith(token)
+    assert whole > 2 and found == sorted(found)
 
 
 def test_calls_and_results_in_the_history_reach_the_template(answering, server):

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress, zip_longest
+from itertools import accumulate, compress, zip_longest
 from typing import Any
 
 from eagle_triton.engine.scheduler.requests import Piece, Request
@@ -138,7 +138,6 @@ class Choice:
         self.used = self.thought = 0
         self._places: list[Place] = []
         self._of_text: list[bool] = []  # whether these tokens are neither reasoning, nor calls, nor the end
-        self._characters = 0  # of the tokens that were listed
         self._begun = self._named = False  # the prompt's text, and its ids, are in the answer
         stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
         self._drafted = stream() if body.options.include_drafts else None
@@ -150,6 +149,8 @@ class Choice:
         # an answer without reasoning has this field too, as in SGLang
         self._nothing = {"reasoning_content": None} if reader.may_reason(body) else {}
         self._echo = self._echoed() if body["echo"] else ""
+        self._listed = TextStream(reader.tokenizer, self._prompt[-16:])  # the text of the tokens that were listed
+        self._offset = len(self._echo)  # of the next token in the choice's text
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The whole choice."""
@@ -215,17 +216,17 @@ class Choice:
             places = [*compress(places, self._of_text[fresh])]
         if self._drops_all:
             delta, places, self.used = {}, [], 0
-        answered = [token for token, *_ in places]
+        answered, echoed = [token for token, *_ in places], list[Place]()
         if self._body["echo"] and not self._begun and (piece.text or piece.tokens or completion):
             delta = {**delta, "content": self._echo + delta.get("content", "")}
             self._begun = True
             if not self._body.chat:
                 scored = [(max(value, LEAST), top) for value, top in piece.prompt_logprobs or []]
                 before = zip_longest(self._prompt, [(None, None), *scored], fillvalue=(None, None))
-                places = [*((token, *known) for token, known in before), *places]
+                echoed = [(token, *known) for token, known in before]
         listed = None
-        if self._body.logprobs is not None and (places or completion):
-            listed = self._logprobs(places)
+        if self._body.logprobs is not None and (places or echoed or completion):
+            listed = self._logprobs(places, echoed)
         if not (delta or listed or drafts or completion):
             return None, drafts
         if self._body.chat and not (delta or completion):
@@ -320,26 +321,39 @@ class Choice:
             facts["paused"] = SLOWER
         return {**facts, "tokens": tokens}
 
-    def _logprobs(self, places: Sequence[Place]) -> dict[str, Any]:
-        def likeliest(top: Top | None) -> list[tuple[int, float]]:
-            return [(token, max(value, LEAST)) for token, value in (top or ())[: self._body.logprobs or 0]]
-
+    def _logprobs(self, places: Sequence[Place], echoed: Sequence[Place]) -> dict[str, Any]:
+        """The log-probabilities of tokens. echoed: those of the prompt, which come first in a completion."""
         if self._body.chat:
-            content = [
-                {**self._scored(token, value), "top_logprobs": [self._scored(*one) for one in likeliest(top)]}
-                for token, value, top in places
-            ]
-            return {"content": content, "refusal": None}
+            return {"content": self.scored(places), "refusal": None}
         listed: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": [], "top_logprobs": []}
-        for token, value, top in places:
+        begin = len(self._echo) - len(self._reader.text(self._prompt)) if echoed else 0  # negative if BOS was added
+        offsets = self._offsets(TextStream(self._reader.tokenizer, special=True), echoed, begin)[:-1]
+        *fresh, self._offset = self._offsets(self._listed, places, self._offset)
+        for (token, value, top), offset in zip([*echoed, *places], [*offsets, *fresh], strict=True):
             found = {self._name(token): value}
-            for other, likely in likeliest(top):  # if two have the same text: the chosen one, else the likelier
+            for other, likely in self._likeliest(top):  # if two have the same text: the chosen one, else the likelier
                 found.setdefault(self._name(other), likely)
-            facts = self._name(token), value, self._characters, None if top is None else found
+            facts = self._name(token), value, offset, None if top is None else found
             for name, fact in zip(listed, facts, strict=True):
                 listed[name].append(fact)
-            self._characters += len(self._reader.text([token]))
         return listed
+
+    def _offsets(self, stream: TextStream, places: Sequence[Place], begin: int) -> list[int]:
+        """Where each token begins in a text, and where the next one begins. begin: where the first begins."""
+        lengths = (len(stream.push(token)) for token, *_ in places)
+        return [max(offset, 0) for offset in accumulate(lengths, initial=begin)]
+
+    def _likeliest(self, top: Top | None) -> list[tuple[int, float]]:
+        return [(token, max(value, LEAST)) for token, value in (top or ())[: self._body.logprobs or 0]]
+
+    def scored(self, places: Sequence[Place]) -> list[dict[str, Any]]:
+        """The log-probabilities of tokens in a chat's form; none if the body asks for none."""
+        if self._body.logprobs is None:
+            return []
+        return [
+            {**self._scored(token, value), "top_logprobs": [self._scored(*one) for one in self._likeliest(top)]}
+            for token, value, top in places
+        ]
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._body["return_tokens_as_token_ids"] else self._reader.text([token])
