@@ -23,6 +23,7 @@ import openai
 
 from eagle_triton.serve.answer_parts import (
     CALL,
+    END,
     HARMONY,
     HERMES,
     LISTED,
@@ -234,7 +235,9 @@ def test_calls_and_results_in_the_history_reach_the_template(answering, server):
 def pieces(text: str, form, step: int, **options) -> list[tuple[str, str]]:
     reader, found = AnswerReader(form, ("f", "g"), options.get("thinks", False), options.get("thinking", False)), []
     parts = [part for first in range(0, len(text), step) for part in reader.push(text[first : first + step])]
-    for kind, said in [*parts, *reader.finish()]:
+    for kind, said, _ in [*parts, *reader.finish()]:
+        if kind == END:
+            continue
         if found and found[-1][0] == kind != CALL:
             found[-1] = (kind, found[-1][1] + said)
         else:
@@ -246,6 +249,12 @@ TEXTS = [
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("call", "f"), ("arguments", '{"a": 1}')]),
     (HERMES, '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
     (HERMES, "<tool_call>[1]</tool_call> x", [("content", "<tool_call>[1]</tool_call> x")]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call> {"a": 1} x',
+        [("call", "f"), ("arguments", "{}"), ("content", '{"a": 1} x')],
+    ),
+    (MISTRAL, "[TOOL_CALLS] [1] x", [("content", "[TOOL_CALLS] [1] x")]),
     (
         LLAMA,
         '{"name": "f", "parameters": {"x": [1, {"y": "\\"}"}]}}; {"name": "g", "parameters": {}}',
@@ -470,9 +479,9 @@ def test_reasoning_before_calls_that_must_come(thinks, thinking, step):
         reader, text = AnswerReader(LISTED, ["f"], thinks, thinking, called), f"{begin}</think>\n{text}"
         found = [part for first in range(0, len(text), step) for part in reader.push(text[first : first + step])]
         found += reader.finish()
-        assert "".join(said for kind, said in found if kind == "reasoning") == "Hm ["
-        assert next(part for part in found if part.kind != "reasoning") == ("call", "f")
-        assert "".join(said for kind, said in found if kind == "arguments") == "{}"
+        assert "".join(said for kind, said, _ in found if kind == "reasoning") == "Hm ["
+        assert next(part for part in found if part.kind not in ("reasoning", END))[:2] == ("call", "f")
+        assert "".join(said for kind, said, _ in found if kind == "arguments") == "{}"
 
 
 def test_tools_reach_the_template_in_the_order_in_which_they_were_given():
