@@ -12,12 +12,16 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 
 import openai
 
+from eagle_triton.engine.scheduler.requests import Piece
+from eagle_triton.inference.session import Completion
+from eagle_triton.inference.text import TextStream
 from eagle_triton.serve import responses
 from eagle_triton.serve.bodies import read_chat
+from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_client import Ticket
 from eagle_triton.serve.errors import RequestError
 from tests.test_serve import PROMPT, wait_until
-from tests.test_serve_tools import CALLS, answering, server  # noqa: F401
+from tests.test_serve_tools import CALLS, HERMES_TEMPLATE, answering, server  # noqa: F401
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
@@ -113,6 +117,129 @@ def test_log_probabilities_of_reasoning_and_calls_are_left_out(answering):  # no
     message = next(item for item in found[-1]["response"]["output"] if item["type"] == "message")
     said = "".join(place["token"] for place in message["content"][0]["logprobs"])
     assert said.strip().startswith("Let me.") and "Hm" not in said and "name" not in said
+
+
+TEMPLATES = {
+    "none": None,
+    "hermes": HERMES_TEMPLATE,
+    "llama": "{{ tools }}{# <|start_header_id|> parameters #}",
+    "mistral": "{{ tools }}{# [TOOL_CALLS] #}",
+    "harmony": "{{ tools }}{# <|channel|> #}",
+}
+LOOK = 'Let me look. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\nDone now.'
+LLAMA_CALL = '{"name": "f", "parameters": {"a": 1}}text'
+HARMONY_CALL = '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|><|start|>assistant'
+STEPS = [1, 2, 3, 12, None]  # tokens of a piece; None: not streamed
+
+
+@pytest.fixture
+def answered(server, monkeypatch):  # noqa: F811
+    """Answer with some text in one of the forms. Returns the output, and the items when they were done."""
+
+    def answer(form: str, text: str, step: int | None, finished: str = "stop", **options):
+        monkeypatch.setattr(server.prompts, "chat_template", TEMPLATES[form])
+        tools = {} if TEMPLATES[form] is None else {"tools": [TOOL]}
+        store, tokenizer = responses.ResponseStore(), server.prompts.tokenizer
+        body = responses.read_response({"input": "x", **tools, **INCLUDE, **options}, store)
+        (request,) = server.prompts.requests(body)
+        answer = responses.ResponseAnswer(body, [request], "demo", server.prompts, Drafters(None, None), store)
+        tokens, stream = tokenizer(text).input_ids, TextStream(tokenizer)
+        completion = Completion(0, request.prompt, tokens, text, finished, logprobs=[-0.5] * len(tokens))
+        if step is None:
+            output = answer.whole([completion])["output"]
+            return output, output
+        sent = b""
+        for first in range(0, len(tokens), step):
+            some = tokens[first : first + step]
+            piece = Piece(0, request, some, stream.push(*some), [-0.5] * len(some), certain_tokens=first + len(some))
+            if first + step >= len(tokens):
+                piece.text += stream.finish()
+                piece.completion, piece.finished = completion, finished
+            sent += b"".join(answer.chunk(0, piece))
+        found = [json.loads(block.partition("\n")[2][6:]) for block in sent.decode().split("\n\n")[:-2]]
+        output = found[-1]["response"]["output"]
+        deltas = [place for one in found if one["type"] == "response.output_text.delta" for place in one["logprobs"]]
+        messages = [item["content"][0] for item in output if item["type"] == "message"]
+        assert deltas == [place for part in messages for place in part["logprobs"]]
+        return output, [one["item"] for one in found if one["type"] == "response.output_item.done"]
+
+    return answer
+
+
+def short(output: list[dict]) -> list[tuple[str, ...]]:
+    """Items without ids: their kind and what they say, and the status of those that are not completed."""
+    found = []
+    for item in output:
+        said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        found.append((item["type"], said, *([] if item["status"] == "completed" else [item["status"]])))
+    return found
+
+
+CALL, DONE = ("function_call", '{"a": 1}'), ("message", "Done now.")
+ORDERS = {
+    "a call between texts": ("hermes", LOOK, "stop", [("message", "Let me look."), CALL, DONE]),
+    "text after a call": ("llama", LLAMA_CALL, "stop", [CALL, ("message", "text")]),
+    "text after a list": (
+        "mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]text', "stop", [CALL, ("message", "text")],
+    ),
+    "two messages": (
+        "harmony",
+        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look. <|end|>"
+        f"<|start|>assistant{HARMONY_CALL}<|channel|>final<|message|>Done now.",
+        "stop",
+        [("reasoning", "Hm."), ("message", "I look."), CALL, DONE],
+    ),
+    "text is cut": ("hermes", LOOK, "length", [("message", "Let me look."), CALL, (*DONE, "incomplete")]),
+    "space is cut": ("hermes", LOOK[:-9], "length", [("message", "Let me look."), CALL]),
+    "a call is cut": (
+        "hermes", LOOK[: LOOK.index(" 1}")], "length",
+        [("message", "Let me look."), ("function_call", '{"a":', "incomplete")],
+    ),
+    "a header is cut": ("harmony", HARMONY_CALL + "<|channel|>fi", "length", [CALL]),
+    "reasoning is cut": ("hermes", "<think>Hm", "length", [("reasoning", "Hm", "incomplete")]),
+    "reasoning has ended": ("hermes", "<think>Hm</think>\n", "length", [("reasoning", "Hm")]),
+    "no form": ("none", "Done now.", "length", [(*DONE, "incomplete")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("form", "text", "finished", "want"), ORDERS.values(), ids=ORDERS)
+def test_items_come_in_the_order_of_the_text(answered, form, text, finished, want, step):
+    """However many tokens a step gives, and without a stream."""
+    output, done = answered(form, text, step, finished)
+    assert short(output) == want and done == output
+
+
+def test_only_one_call_is_an_item(answered):
+    text = LOOK.replace("\nDone", f"{LOOK[13:-9]}Done")
+    for step in STEPS:
+        output, _ = answered("hermes", text, step, "length", parallel_tool_calls=False)
+        assert short(output) == [("message", "Let me look."), CALL, (*DONE, "incomplete")]
+        output, _ = answered("hermes", text[:-18], step, "length", parallel_tool_calls=False)
+        assert short(output) == [("message", "Let me look."), CALL]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", "<>password < <tool_ca <b>"),
+        ("hermes", "<think>Hm</think>\n\n<>password"),
+        ("hermes", "a <tool_call>[1] é 漢 <"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>{"b": 1} x'),
+        ("llama", '{"x": 2}'),
+        ("llama", ' {"name": "h", "parameters": {}} and'),
+        ("mistral", "[TOOL_CALLS] [1] x"),
+        ("harmony", "<|channel|>final<|message|>Hi <b> <|"),
+        ("none", "a < é"),
+    ],
+)
+def test_log_probabilities_of_text_that_was_held_back(answered, form, text, step):
+    """All tokens of the message's text are listed, and no others."""
+    (item,) = [one for one in answered(form, text, step)[0] if one["type"] == "message"]
+    (part,) = item["content"]
+    said = bytes(byte for place in part["logprobs"] for byte in place["bytes"]).decode()
+    assert said.strip() == part["text"].strip() and part["text"].strip()
 
 
 def test_a_format_and_a_call_that_must_come(client):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.engine.grammar import Grammar, GrammarCompiler, GrammarError
@@ -22,6 +23,7 @@ import openai
 
 from eagle_triton.serve.answer_parts import (
     CALL,
+    END,
     HARMONY,
     HERMES,
     LISTED,
@@ -31,6 +33,7 @@ from eagle_triton.serve.answer_parts import (
     AnswerReader,
     form_of,
 )
+from eagle_triton.serve.answers import _bytes
 from eagle_triton.serve.bodies import read_chat
 from eagle_triton.serve.engine_client import Ticket
 from eagle_triton.serve.tools import ToolFields, answer_grammar, read_tools
@@ -167,6 +170,54 @@ def test_reasoning_may_come_in_one_chunk(answering, end, rest):
     assert whole["choices"][0]["message"]["reasoning_content"] == thoughts
 
 
+SPLIT = "é x 😀, 漢"  # characters of several tokens in the demo's vocabulary
+
+
+def test_tokens_that_are_parts_of_a_character_have_its_bytes(answering):
+    answer = answering(SPLIT, None).chat(messages=[USER], logprobs=True).choices[0]
+    places = answer.logprobs.content
+    assert len(places) > len(SPLIT) and any("\ufffd" in place.token for place in places)
+    assert bytes(byte for place in places for byte in place.bytes).decode().strip() == answer.message.content.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "want"), [("<0xC3>", [0xC3]), ("Ã©", [0xC3, 0xA9]), ("Ġð", [0x20, 0xF0]), ("漢", None)]
+)
+def test_bytes_of_names_in_vocabularies(name, want):
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: name)
+    assert _bytes(SimpleNamespace(text=lambda ids: "\ufffd", tokenizer=tokenizer), 5) == want
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "with a token before the prompt"])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_places_in_the_text(answering, server, monkeypatch, stream, echo, begins):
+    client, tokenizer = answering(SPLIT, None), server.prompts.tokenizer
+    if begins:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+        monkeypatch.setattr(server.prompts, "tokenizer", tokenizer)
+    prompt = tokenizer("😀: é").input_ids
+    answer = client.complete(prompt="😀: é", logprobs=0, echo=echo, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    text = "".join(choice.text for choice in choices)
+    found = [place for choice in choices if choice.logprobs for place in choice.logprobs.text_offset]
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+    assert len(found) == len(tokenizer(SPLIT).input_ids) - begins + (len(prompt) if echo else 0)
+    whole = 0
+    for place, token in zip(found, tokens, strict=True):
+        if token == "<|endoftext|>":
+            assert place == 0
+        elif "\ufffd" in token:
+            assert len(text[place].encode()) > 1
+        else:
+            whole += 1
+            assert text[place:].startswith(token)
+    assert whole > 2 and found == sorted(found)
+
+
 def test_calls_and_results_in_the_history_reach_the_template(answering, server):
     client = answering("fine")
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
@@ -184,7 +235,9 @@ def test_calls_and_results_in_the_history_reach_the_template(answering, server):
 def pieces(text: str, form, step: int, **options) -> list[tuple[str, str]]:
     reader, found = AnswerReader(form, ("f", "g"), options.get("thinks", False), options.get("thinking", False)), []
     parts = [part for first in range(0, len(text), step) for part in reader.push(text[first : first + step])]
-    for kind, said in [*parts, *reader.finish()]:
+    for kind, said, _ in [*parts, *reader.finish()]:
+        if kind == END:
+            continue
         if found and found[-1][0] == kind != CALL:
             found[-1] = (kind, found[-1][1] + said)
         else:
@@ -196,6 +249,12 @@ TEXTS = [
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("call", "f"), ("arguments", '{"a": 1}')]),
     (HERMES, '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
     (HERMES, "<tool_call>[1]</tool_call> x", [("content", "<tool_call>[1]</tool_call> x")]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call> {"a": 1} x',
+        [("call", "f"), ("arguments", "{}"), ("content", '{"a": 1} x')],
+    ),
+    (MISTRAL, "[TOOL_CALLS] [1] x", [("content", "[TOOL_CALLS] [1] x")]),
     (
         LLAMA,
         '{"name": "f", "parameters": {"x": [1, {"y": "\\"}"}]}}; {"name": "g", "parameters": {}}',
@@ -420,9 +479,9 @@ def test_reasoning_before_calls_that_must_come(thinks, thinking, step):
         reader, text = AnswerReader(LISTED, ["f"], thinks, thinking, called), f"{begin}</think>\n{text}"
         found = [part for first in range(0, len(text), step) for part in reader.push(text[first : first + step])]
         found += reader.finish()
-        assert "".join(said for kind, said in found if kind == "reasoning") == "Hm ["
-        assert next(part for part in found if part.kind != "reasoning") == ("call", "f")
-        assert "".join(said for kind, said in found if kind == "arguments") == "{}"
+        assert "".join(said for kind, said, _ in found if kind == "reasoning") == "Hm ["
+        assert next(part for part in found if part.kind not in ("reasoning", END))[:2] == ("call", "f")
+        assert "".join(said for kind, said, _ in found if kind == "arguments") == "{}"
 
 
 def test_tools_reach_the_template_in_the_order_in_which_they_were_given():

@@ -12,16 +12,17 @@ from typing import NamedTuple
 
 from eagle_triton.inference.text import beginning_at_end
 
-CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning", "call", "arguments"
+CONTENT, REASONING, CALL, ARGUMENTS, END = "content", "reasoning", "call", "arguments", "end"
 THINK, THOUGHT = "<think>", "</think>"
 
 
 class Part(NamedTuple):
-    """Some text of an answer. kind: CONTENT, REASONING, CALL (the name of the called function) or ARGUMENTS (JSON of
-    that call)."""
+    """Some text of an answer. kind: CONTENT, REASONING, CALL (the name of the called function), ARGUMENTS (JSON of that
+    call) or END (the model has ended what came before). end: where content ends in all text that was read."""
 
     kind: str
-    text: str
+    text: str = ""
+    end: int = 0
 
 
 class Form(NamedTuple):
@@ -78,11 +79,14 @@ class AnswerReader:
         names one of them. thinks: an answer may begin with reasoning. thinking: the prompt has begun the reasoning.
         called: the whole answer is the arguments of this function."""
         self._form, self._functions = form, frozenset(functions)
+        self.count = 0  # characters that were read
         self._held, self._found = "", list[Part]()
         self._space = ""  # read after text, and dropped before a call
+        self._space_end = 0  # where it ends, as Part.end
         self._called = False
         self._fresh = True  # no text has come, or only reasoning
         self._opener = ""  # of the call that is read
+        self._skipped = ""  # read before what is held; it is text if this is no call
         self._depth, self._quoted, self._escaped = 0, False, False  # in arguments
         self._kind = CONTENT  # of harmony's message
         self._name = called or ""
@@ -98,13 +102,9 @@ class AnswerReader:
         """Whether the text read so far ends inside reasoning."""
         return self._read == self._read_reasoning or (self._read == self._read_message and self._kind == REASONING)
 
-    @property
-    def in_text(self) -> bool:
-        """Whether the text read so far ends inside content."""
-        return self._read == self._read_text or (self._read == self._read_message and self._kind == CONTENT)
-
     def push(self, text: str) -> list[Part]:
         """Read more text. Returns the parts that are certain now."""
+        self.count += len(text)
         self._held += text
         while self._held and self._read():
             pass
@@ -112,19 +112,19 @@ class AnswerReader:
 
     def finish(self) -> list[Part]:
         """The parts that were held back. A call that cannot be read becomes text."""
+        rest, self._held = self._held, ""
         if self._read == self._read_call and self._form is not LISTED:
-            self._add(CONTENT, self._opener + self._held)
+            self._add(CONTENT, self._skipped + rest)
         elif self._read == self._read_reasoning:
-            self._add(REASONING, self._held)
+            self._add(REASONING, rest)
         elif self._read == self._read_message:
-            self._add(self._kind, self._held)
+            self._add(self._kind, rest)
         elif self._read in (self._read_text, self._read_begin) or (
-            self._read == self._read_header and "<|" not in self._held
+            self._read == self._read_header and "<|" not in rest
         ):
-            self._add(CONTENT, self._held)
-        self._held = ""
+            self._add(CONTENT, rest)
         if not self._called and self._space:
-            self._found.append(Part(CONTENT, self._space))
+            self._found.append(Part(CONTENT, self._space, self._space_end))
         return self._take()
 
     def _take(self) -> list[Part]:
@@ -132,21 +132,30 @@ class AnswerReader:
         self._called = self._called or any(part.kind == CALL for part in found)
         return found
 
-    def _add(self, kind: str, text: str) -> None:
-        """Add text of a kind. Drops space at the beginning, and between text and a call."""
+    def _add(self, kind: str, text: str, marker: str = "") -> None:
+        """Add text of a kind. Drops space at the beginning, and between text and a call. marker: what was read after
+        the text; what is held follows."""
+        end = self.count - len(self._held) - len(marker)
         if kind == CONTENT:
+            self._space_end = end
             text = self._space + text
             kept = text.rstrip() if self._form else text
             text, self._space = kept, text[len(kept) :]
+            end -= len(self._space)
             if self._fresh and self._form:
                 text = text.lstrip()
             self._fresh = self._fresh and not text
         if text:
-            self._found.append(Part(kind, text))
+            self._found.append(Part(kind, text, end))
 
     def _go_on(self, read: Callable[[], bool], used: int = 0) -> bool:
         self._held, self._read = self._held[used:], read
         return True
+
+    def _end(self, read: Callable[[], bool], used: int = 0) -> bool:
+        self._found.append(Part(END))
+        self._space = ""
+        return self._go_on(read, used)
 
     def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
         """Take the text before the first of the markers, and that marker; "" if none has come. Text that may begin a
@@ -167,16 +176,17 @@ class AnswerReader:
 
     def _read_text(self) -> bool:
         if self._form is not None and self._form.bare and self._fresh and self._held.lstrip().startswith("{"):
-            self._opener, self._space = "", ""
+            self._opener = self._skipped = self._space = ""
             return self._go_on(self._read_call)
         text, self._opener = self._until(() if self._form is None else self._form.openers)
-        self._add(CONTENT, text)
+        self._skipped = self._opener
+        self._add(CONTENT, text, self._opener)
         return bool(self._opener) and self._go_on(self._read_call)
 
     def _read_reasoning(self) -> bool:
         text, end = self._until((THOUGHT,))
         self._add(REASONING, text)
-        return bool(end) and self._go_on(self._read_after_reasoning)
+        return bool(end) and self._end(self._read_after_reasoning)
 
     def _read_after_reasoning(self) -> bool:
         self._held = self._held.lstrip()
@@ -187,7 +197,9 @@ class AnswerReader:
     def _read_call(self) -> bool:
         begin = self._held.lstrip()
         if self._form in MISTRALS and begin.startswith("["):
-            return self._go_on(self._read_call, len(self._held) - len(begin) + 1)
+            used = len(self._held) - len(begin) + 1
+            self._skipped += self._held[:used]
+            return self._go_on(self._read_call, used)
         named = _NAMED.match(self._held)
         if named is not None:
             return self._begin_call(json.loads(named[1]), named.end())
@@ -205,7 +217,7 @@ class AnswerReader:
         if not self._may_be_called(name):
             return self._is_text()
         self._found += [Part(CALL, name), Part(ARGUMENTS, json.dumps(arguments, ensure_ascii=False))]
-        return self._go_on(self._read_between, len(self._held) - len(begin) + end)
+        return self._end(self._read_between, len(self._held) - len(begin) + end)
 
     def _read_named(self) -> bool:
         """The arguments of the only call. An answer that ends before they begin has no call."""
@@ -223,9 +235,10 @@ class AnswerReader:
 
     def _is_text(self) -> bool:
         """Treat as text what looked like a call."""
-        self._add(CONTENT, self._opener + self._held[:1])
+        first, self._held = self._held[:1], self._held[1:]
+        self._add(CONTENT, self._skipped + first)
         self._fresh = False
-        return self._go_on(self._read_text, 1)
+        return self._go_on(self._read_text)
 
     def _read_arguments(self) -> bool:
         for place, character in enumerate(self._held):
@@ -239,7 +252,7 @@ class AnswerReader:
                 self._depth += 1 if character in "{[" else -1
                 if not self._depth:
                     self._add(ARGUMENTS, self._held[: place + 1])
-                    return self._go_on(self._read_between, place + 1)
+                    return self._end(self._read_between, place + 1)
         self._add(ARGUMENTS, self._held)
         self._held = ""
         return False
@@ -252,7 +265,7 @@ class AnswerReader:
             return self._go_on(self._read_between, len(closer))
         if not self._held or "</tool_call>".startswith(self._held):
             return False
-        self._fresh, self._space = True, ""
+        self._fresh, self._skipped = True, ""
         return self._go_on(self._read_call if self._held.startswith("{") else self._read_text)
 
     # --- harmony ---
@@ -271,5 +284,5 @@ class AnswerReader:
 
     def _read_message(self) -> bool:
         text, end = self._until(HARMONY_ENDS)
-        self._add(self._kind, text)
-        return bool(end) and self._go_on(self._read_header)
+        self._add(self._kind, text, end)
+        return bool(end) and self._end(self._read_header)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import compress, zip_longest
-from typing import Any
+from itertools import accumulate, zip_longest
+from typing import Any, NamedTuple
 
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.session import Completion
-from eagle_triton.inference.text import TextStream
-from eagle_triton.serve.answer_parts import ARGUMENTS, CALL, CONTENT
+from eagle_triton.inference.text import BROKEN, TextStream
+from eagle_triton.serve.answer_parts import ARGUMENTS, CALL, CONTENT, REASONING, Part
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import RequestError
@@ -23,12 +25,23 @@ from eagle_triton.serve.prompts import PromptReader
 
 SLOWER = "measured slower here"  # the reason to decode plainly although there is a draft
 LEAST = -9999.0  # stands for a log-probability of minus infinity, which JSON cannot write
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTES = {chr(byte): byte for byte in PRINTABLE}  # by the characters that stand for them in vocabularies as GPT-2's
+BYTES |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(0x100)} - {*PRINTABLE}))}
 PADDED = 64  # events are padded to multiples of this many characters if their length is hidden
 
 Top = Sequence[tuple[int, float]]
 """The likeliest tokens at a place with their log-probabilities, the likeliest first."""
 Place = tuple[int, float | None, Top | None]
 """A token, its log-probability, and the likeliest tokens in its place; None: not known."""
+
+
+class Said(NamedTuple):
+    """A part of an answer. kind, text: as in `Part`. places: the tokens of content."""
+
+    kind: str
+    text: str
+    places: list[Place]
 
 
 class Answer:
@@ -133,29 +146,26 @@ class Choice:
         self._drops_all = body.max_tokens == 0  # one token is decoded all the same, to read the prompt
         self.used = self.thought = 0
         self._places: list[Place] = []
-        self._of_text: list[bool] = []  # whether these tokens are neither reasoning, nor calls, nor the end
-        self._characters = 0  # of the tokens that were listed
+        self._begins: list[int] = []  # for each token: characters of the marked text before it
+        self._decided = 0  # tokens before the end of the last content
         self._begun = self._named = False  # the prompt's text, and its ids, are in the answer
         stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
         self._drafted = stream() if body.options.include_drafts else None
         self._parts = reader.answer_reader(body, self._prompt)
         self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
         self._calls = 0  # that have begun
+        self._call = -1  # index of the last one in a delta
         self._thoughts = ""  # reasoning that waits for its end
         self.parted = self._parts is not None
         # an answer without reasoning has this field too, as in SGLang
         self._nothing = {"reasoning_content": None} if reader.may_reason(body) else {}
         self._echo = self._echoed() if body["echo"] else ""
+        self._listed = TextStream(reader.tokenizer, self._prompt[-16:])  # the text of the tokens that were listed
+        self._offset = len(self._echo)  # of the next token in the choice's text
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The whole choice."""
-        piece = Piece(
-            0, self._request, completion.tokens, completion.text or "",
-            logprobs=completion.logprobs, top_logprobs=completion.top_logprobs, completion=completion,
-            certain_tokens=len(completion.tokens), prompt_logprobs=completion.prompt_logprobs,
-            finished=completion.finished,
-        )  # fmt: skip
-        said, _ = self.add(piece)
+        said, _ = self.add(whole_piece(self._request, completion))
         assert said is not None, "a completion ends its request"
         if self._body.chat:
             message = {"role": "assistant", "content": None, "refusal": None, **said.pop("delta")}
@@ -201,27 +211,22 @@ class Choice:
     def add(self, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """A choice for a piece, or None if the piece shows nothing yet; and the drafts, if the body asks for them."""
         completion = piece.completion
-        count = len(piece.tokens)
-        scores = [None] * count if piece.logprobs is None else [max(value, LEAST) for value in piece.logprobs]
-        self._places += zip(piece.tokens, scores, piece.top_logprobs or [[]] * count, strict=True)
-        drafts, delta = self._drafts(piece) if self._drafted is not None else None, self._delta(piece)
         fresh = slice(self.used, piece.certain_tokens)  # later ones may belong to a stop string
-        places, self.used = self._places[fresh], piece.certain_tokens
-        if self._body.of_response:  # it lists the log-probabilities of text alone
-            places = [*compress(places, self._of_text[fresh])]
+        drafts, delta = self._drafts(piece) if self._drafted is not None else None, self._delta(piece)
+        places = self._places[fresh]
         if self._drops_all:
             delta, places, self.used = {}, [], 0
-        answered = [token for token, *_ in places]
+        answered, echoed = [token for token, *_ in places], list[Place]()
         if self._body["echo"] and not self._begun and (piece.text or piece.tokens or completion):
             delta = {**delta, "content": self._echo + delta.get("content", "")}
             self._begun = True
             if not self._body.chat:
                 scored = [(max(value, LEAST), top) for value, top in piece.prompt_logprobs or []]
                 before = zip_longest(self._prompt, [(None, None), *scored], fillvalue=(None, None))
-                places = [*((token, *known) for token, known in before), *places]
+                echoed = [(token, *known) for token, known in before]
         listed = None
-        if self._body.logprobs is not None and (places or completion):
-            listed = self._logprobs(places)
+        if self._body.logprobs is not None and (places or echoed or completion):
+            listed = self._logprobs(places, echoed)
         if not (delta or listed or drafts or completion):
             return None, drafts
         if self._body.chat and not (delta or completion):
@@ -248,51 +253,84 @@ class Choice:
             "matched_stop": None if finished == "tool_calls" else matched,
         }
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        """The delta of a piece that may have reasoning and calls."""
-        tokens, last = list(piece.tokens), piece.completion is not None
+    def read(self, piece: Piece) -> list[Said]:
+        """The parts of a piece in the order of the text. Tokens without text come with the text after them."""
+        count, last = len(piece.tokens), piece.completion is not None
+        scores = [None] * count if piece.logprobs is None else [max(value, LEAST) for value in piece.logprobs]
+        self._places += zip(piece.tokens, scores, piece.top_logprobs or [[]] * count, strict=True)
+        self.used, tokens = piece.certain_tokens, list(piece.tokens)
         if last and piece.finished == "stop" and tokens and tokens[-1] in self._request.stop_ids:
             del tokens[-1]  # it ends the turn and is not part of the answer
         if self._parts is None or self._marked is None:
-            self._of_text += [True] * len(tokens) + [False] * (len(piece.tokens) - len(tokens))
-            return {"content": piece.text} if piece.text else {}
+            if not (piece.text or last):
+                return []
+            places = self._places[self._decided : len(self._places) - count + len(tokens)]
+            self._decided += len(places)
+            return [Said(CONTENT, piece.text, places)]
         parts = []
         for token in tokens:
             if not self._marked.stopped:
+                self._begins.append(self._parts.count)
                 parts += self._parts.push(self._marked.push(token))
                 self.thought += self._parts.reasons
-                self._of_text.append(self._parts.in_text)
-        self._of_text += [False] * (len(self._places) - len(self._of_text))
         if last:
             parts += [*self._parts.push(self._marked.finish()), *self._parts.finish()]
+        return self._joined(parts)
+
+    def _joined(self, parts: Iterable[Part]) -> list[Said]:
+        """Parts with their tokens. Neighbours of the same kind are joined, and calls that are not wanted left out."""
+        found: list[Said] = []
+        for kind, text, end in parts:
+            self._calls += kind == CALL
+            if kind in (CALL, ARGUMENTS) and self._body.tools.one_call and self._calls > 1:
+                continue
+            places = self._tokens(end - len(text), end) if kind == CONTENT else []
+            if found and found[-1].kind == kind != CALL:
+                before = found.pop()
+                text, places = before.text + text, before.places + places
+            found.append(Said(kind, text, places))
+        return found
+
+    def _tokens(self, begin: int, end: int) -> list[Place]:
+        """The tokens of these characters of the marked text, without those that earlier content has."""
+        if not self._begins:  # the prompt ended within a character
+            return []
+        first = self._begins[bisect_right(self._begins, begin) - 1]  # where the token of the first character begins
+        chosen = slice(max(self._decided, bisect_left(self._begins, first)), bisect_left(self._begins, end))
+        self._decided = chosen.stop
+        return self._places[chosen]
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """The delta of a piece that may have reasoning and calls."""
         delta: dict[str, Any] = {}
-        for kind, said in parts:
+        for kind, text, _ in self.read(piece):
             if kind in (CALL, ARGUMENTS):
-                self._add_call(delta, kind, said)
-            elif kind == CONTENT:
-                delta["content"] = delta.get("content", "") + said
-            elif self._body["include_reasoning"] is not False:
-                delta["reasoning_content"] = delta.get("reasoning_content", "") + said
-        if self._body["stream_reasoning"] is False:
+                self._add_call(delta, kind, text)
+            elif kind == CONTENT and text:
+                delta["content"] = delta.get("content", "") + text
+            elif kind == REASONING and self._body["include_reasoning"] is not False:
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+        if self._parts is not None and self._body["stream_reasoning"] is False:
             self._thoughts += delta.pop("reasoning_content", "")
-            if self._thoughts and (last or not self._parts.reasons):
+            if self._thoughts and (piece.completion is not None or not self._parts.reasons):
                 delta["reasoning_content"], self._thoughts = self._thoughts, ""
         return delta
 
     def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:
         """Add a part of a call to a delta: the function's name, which begins a call, or arguments."""
-        self._calls += kind == CALL
-        if self._body.tools.one_call and self._calls > 1:
-            return
-        calls, index = delta.setdefault("tool_calls", []), self._calls - 1
+        self._call += kind == CALL
+        calls = delta.setdefault("tool_calls", [])
         if kind == CALL:
-            called = self._reader.call_name(self._body, uuid.uuid4().hex)
             function = {"name": said, "arguments": ""}
-            calls.append({"index": index, "id": called, "type": "function", "function": function})
+            calls.append({"index": self._call, "id": self.call_id(), "type": "function", "function": function})
         elif calls:
             calls[-1]["function"]["arguments"] += said
         else:
-            calls.append({"index": index, "function": {"arguments": said}})
+            calls.append({"index": self._call, "function": {"arguments": said}})
+
+    def call_id(self) -> str:
+        """The id of a new call."""
+        return self._reader.call_name(self._body, uuid.uuid4().hex)
 
     def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
         if "reasoning_content" in delta:  # by both of vLLM's names
@@ -316,32 +354,58 @@ class Choice:
             facts["paused"] = SLOWER
         return {**facts, "tokens": tokens}
 
-    def _logprobs(self, places: Sequence[Place]) -> dict[str, Any]:
-        def likeliest(top: Top | None) -> list[tuple[int, float]]:
-            return [(token, max(value, LEAST)) for token, value in (top or ())[: self._body.logprobs or 0]]
-
+    def _logprobs(self, places: Sequence[Place], echoed: Sequence[Place]) -> dict[str, Any]:
+        """The log-probabilities of tokens. echoed: those of the prompt, which come first in a completion."""
         if self._body.chat:
-            content = [
-                {**self._scored(token, value), "top_logprobs": [self._scored(*one) for one in likeliest(top)]}
-                for token, value, top in places
-            ]
-            return {"content": content, "refusal": None}
+            return {"content": self.scored(places), "refusal": None}
         listed: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": [], "top_logprobs": []}
-        for token, value, top in places:
+        begin = len(self._echo) - len(self._reader.text(self._prompt)) if echoed else 0  # negative if BOS was added
+        offsets = self._offsets(TextStream(self._reader.tokenizer, special=True), echoed, begin)[:-1]
+        *fresh, self._offset = self._offsets(self._listed, places, self._offset)
+        for (token, value, top), offset in zip([*echoed, *places], [*offsets, *fresh], strict=True):
             found = {self._name(token): value}
-            for other, likely in likeliest(top):  # if two have the same text: the chosen one, else the likelier
+            for other, likely in self._likeliest(top):  # if two have the same text: the chosen one, else the likelier
                 found.setdefault(self._name(other), likely)
-            facts = self._name(token), value, self._characters, None if top is None else found
+            facts = self._name(token), value, offset, None if top is None else found
             for name, fact in zip(listed, facts, strict=True):
                 listed[name].append(fact)
-            self._characters += len(self._reader.text([token]))
         return listed
+
+    def _offsets(self, stream: TextStream, places: Sequence[Place], begin: int) -> list[int]:
+        """Where each token begins in a text, and where the next one begins. begin: where the first begins."""
+        lengths = (len(stream.push(token)) for token, *_ in places)
+        return [max(offset, 0) for offset in accumulate(lengths, initial=begin)]
+
+    def _likeliest(self, top: Top | None) -> list[tuple[int, float]]:
+        return [(token, max(value, LEAST)) for token, value in (top or ())[: self._body.logprobs or 0]]
+
+    def scored(self, places: Sequence[Place]) -> list[dict[str, Any]]:
+        """The log-probabilities of tokens in a chat's form; none if the body asks for none."""
+        if self._body.logprobs is None:
+            return []
+        return [
+            {**self._scored(token, value), "top_logprobs": [self._scored(*one) for one in self._likeliest(top)]}
+            for token, value, top in places
+        ]
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._body["return_tokens_as_token_ids"] else self._reader.text([token])
 
     def _scored(self, token: int, value: float | None) -> dict[str, Any]:
-        return {"token": self._name(token), "logprob": value, "bytes": _bytes(self._reader.text([token]))}
+        found = _bytes(self._reader, token)
+        if found is None and self._body.of_response:
+            found = []  # null is not allowed there
+        return {"token": self._name(token), "logprob": value, "bytes": found}
+
+
+def whole_piece(request: Request, completion: Completion) -> Piece:
+    """A completion as the only piece of its request."""
+    return Piece(
+        0, request, completion.tokens, completion.text or "",
+        logprobs=completion.logprobs, top_logprobs=completion.top_logprobs, completion=completion,
+        certain_tokens=len(completion.tokens), prompt_logprobs=completion.prompt_logprobs,
+        finished=completion.finished,
+    )  # fmt: skip
 
 
 def event(body: dict[str, Any], name: str | None = None) -> bytes:
@@ -354,6 +418,12 @@ def _mean(logprobs: Sequence[float] | None) -> float:
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
-def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token's text; None if the text is not whole characters."""
-    return None if "\ufffd" in text else list(text.encode())
+def _bytes(reader: PromptReader, token: int) -> list[int] | None:
+    """The bytes of a token, which may be a part of a character; None if they are not known."""
+    text, name = reader.text([token]), reader.tokenizer.convert_ids_to_tokens(token)
+    if BROKEN not in text:
+        return list(text.encode())
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's
+        return [int(found[1], 16)]
+    known = [BYTES[character] for character in name if character in BYTES]
+    return known if len(known) == len(name) else None

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.inference.session import Completion
-from eagle_triton.serve.answers import PADDED, Choice, event
+from eagle_triton.serve.answer_parts import ARGUMENTS, CALL, CONTENT, END
+from eagle_triton.serve.answers import PADDED, Choice, Place, event, whole_piece
 from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import FieldError, RequestError
@@ -164,13 +165,10 @@ class ResponseAnswer:
         self._output: list[dict[str, Any]] = []  # items; the last may be unfinished
         self._open = False  # whether the last item is unfinished
         self._number = 0  # of the next event
-        self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The whole answer."""
-        said = self._choice.whole(completions[0])
-        self._follow(said["message"], said["logprobs"])
-        self._close()
+        self._follow(whole_piece(self._request, completions[0]))
         return self._ended(completions[0])
 
     def begin(self) -> list[bytes]:
@@ -179,10 +177,8 @@ class ResponseAnswer:
 
     def chunk(self, index: int, piece: Piece) -> list[bytes]:
         """The events of a piece."""
-        said, _ = self._choice.add(piece)
-        events = self._follow(said["delta"], said["logprobs"]) if said is not None else []
+        events = self._follow(piece)
         if piece.completion is not None:
-            events += self._close()
             response = self._ended(piece.completion)
             events += [self._event(f"response.{response['status']}", response=response), b"data: [DONE]\n\n"]
         return events
@@ -209,36 +205,48 @@ class ResponseAnswer:
         """The event of an error in a stream."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _follow(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> list[bytes]:
-        """Add a chat's delta to the output. Returns its events. logprobs: in a chat's form."""
+    def _follow(self, piece: Piece) -> list[bytes]:
+        """Add a piece to the output. Returns its events."""
         events = []
-        self._scores += logprobs["content"] if logprobs is not None else []
-        for name, kind, part in (("reasoning_content", "reasoning", "reasoning_text"),
-                                 ("content", "message", "output_text")):  # fmt: skip
-            if text := delta.get(name):
-                if not self._open or self._output[-1]["type"] != kind:
-                    events += [*self._close(), *self._begin_item(kind, part)]
-                (said,), scored = self._output[-1]["content"], self._take_scores(part)
-                said["text"] += text
-                said.get("logprobs", []).extend(scored.get("logprobs", ()))
-                events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **scored))
-        for call in delta.get("tool_calls", ()):
-            if call.get("id"):
-                events += [*self._close(), *self._begin_item("function_call", call=call)]
-            arguments = call["function"]["arguments"]
-            self._output[-1]["arguments"] += arguments
-            if arguments:
-                events.append(self._of_item("response.function_call_arguments.delta", delta=arguments))
+        for kind, text, places in self._choice.read(piece):
+            if kind == CALL:
+                events += [*self._close(), *self._begin_item("function_call", name=text)]
+            elif kind == ARGUMENTS:
+                self._output[-1]["arguments"] += text
+                events.append(self._of_item("response.function_call_arguments.delta", delta=text))
+            elif kind == END:
+                events += self._close()
+            else:
+                events += self._follow_text(kind == CONTENT, text, places)
+        if piece.completion is not None:
+            events += self._close("incomplete" if piece.completion.finished == "length" else "completed")
         return events
 
-    def _begin_item(self, kind: str, part: str = "", call: Mapping[str, Any] | None = None) -> list[bytes]:
+    def _follow_text(self, content: bool, text: str, places: Sequence[Place]) -> list[bytes]:
+        """Add content or reasoning. places: the tokens of content."""
+        events = []
+        item, part = ("message", "output_text") if content else ("reasoning", "reasoning_text")
+        if text and not (self._open and self._output[-1]["type"] == item):
+            events += [*self._close(), *self._begin_item(item, part)]
+        scored = {"logprobs": self._choice.scored(places)} if content else {}
+        if self._open:
+            (said,) = self._output[-1]["content"]
+            said["text"] += text
+            if content:
+                said["logprobs"] += scored["logprobs"]
+        if text:
+            events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **scored))
+        return events
+
+    def _begin_item(self, kind: str, part: str = "", name: str = "") -> list[bytes]:
+        """Begin an item of the output. part: of its content. name: of the called function."""
         item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if kind == "reasoning":
             item["summary"] = []
         if kind == "message":
             item["role"] = "assistant"
-        if call is not None:
-            item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+        if kind == "function_call":
+            item |= {"call_id": self._choice.call_id(), "name": name, "arguments": ""}
         else:
             item["content"] = []
         self._output.append(item)
@@ -250,31 +258,22 @@ class ResponseAnswer:
             events.append(self._of_item("response.content_part.added", content_index=0, part=item["content"][0]))
         return events
 
-    def _close(self) -> list[bytes]:
+    def _close(self, status: str = "completed") -> list[bytes]:
         """End the last item of the output, if it is unfinished."""
         if not self._open:
             return []
         self._open, item, events = False, self._output[-1], []
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
             said = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._of_item("response.function_call_arguments.done", **said))
         else:
             (part,) = item["content"]
-            if "logprobs" in part:
-                part["logprobs"] += self._take_scores(part["type"])["logprobs"]
             done = {"content_index": 0, **{name: part[name] for name in ("text", "logprobs") if name in part}}
             events.append(self._of_item(f"response.{part['type']}.done", **done))
             events.append(self._of_item("response.content_part.done", content_index=0, part=part))
         events.append(self._event("response.output_item.done", output_index=len(self._output) - 1, item=item))
         return events
-
-    def _take_scores(self, part: str) -> dict[str, Any]:
-        """The log-probabilities of some text; reasoning has none."""
-        if part != "output_text":
-            return {}
-        scores, self._scores = self._scores, []
-        return {"logprobs": [{**score, "bytes": score["bytes"] or []} for score in scores]}
 
     def _of_item(self, kind: str, **facts: Any) -> bytes:
         """An event of the last item."""
@@ -290,8 +289,6 @@ class ResponseAnswer:
     def _ended(self, completion: Completion) -> dict[str, Any]:
         """The finished response, which is kept."""
         cut = completion.finished == "length"
-        if cut and self._output:
-            self._output[-1]["status"] = "incomplete"
         prompt, used = len(self._request.prompt), self._choice.used
         usage = {
             "input_tokens": prompt,
