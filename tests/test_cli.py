@@ -90,11 +90,11 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/debug off", "debug off"),
         ("/cache on", "cache on: keys and values are kept"),
         ("/cache", "cache off: models read the whole text again for each token, with their own forward; eagle, block, "
-         "block_tree, suffix and hybrid cannot"),
+         "block_tree, suffix and hybrid need the cache"),
         ("/top_k_filler 1", "top_k_filler 1"),
         ("/filler_weight 0.5", "filler_weight 0.5"),
         ("/set_ngramstorage onelevel 4", "set_ngramstorage onelevel 4"),
-        ("/reset_in_between", "reset_in_between off: n-grams and outputs of former answers are kept"),
+        ("/reset_in_between", "reset_in_between off: n-grams and outputs of earlier answers are kept"),
         ("/reset_in_between on", "reset_in_between on: each answer counts n-grams from the start"),
         ("/method eagle on", "method target, speculative, ngram, eagle"),
         ("/method target off", "method speculative, ngram"),

@@ -43,7 +43,7 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
     twice.
     """
     if not prompt_length < len(sequence):
-        raise ValueError(f"parity: no token was generated after the {prompt_length} of the prompt; nothing is timed")
+        raise ValueError(f"parity: no token was generated after the prompt's {prompt_length} tokens; nothing is timed")
     logits, chosen = _logits(target, sequence, prompt_length), sequence[prompt_length:, None]
     if not logits.isfinite().all():
         raise ValueError("parity: the target's own logits are not finite; nothing is timed")
@@ -60,7 +60,7 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
     else:
         probs = (logits / sampling.temperature).softmax(-1)
         excess = torch.where(probs > probs.gather(1, chosen), probs, 0.0).sum(-1) - sampling.top_p
-        bound, what = MASS_BOUND, "it lies {:.3g} outside the nucleus"
+        bound, what = MASS_BOUND, "it lies outside the nucleus by a probability of {:.3g}"
     worst = int(excess.argmax())
     judged = float(excess.clamp(min=0).mean() if flips else excess[worst])
     if not judged < bound:

@@ -136,8 +136,8 @@ class Results:
                 raise ValueError(f"{file} is not a CSV of an ablation: name another file, or use --overwrite")
         if not overwrite and path.exists() and path.stat().st_size and not kept.exists():
             raise ValueError(
-                f"{path} cannot continue: {kept.name} with its results is not beside it. Name another file, or use "
-                "--overwrite"
+                f"{path} cannot be continued without its results, {kept.name}, which are not beside it. Name another "
+                " file, or use --overwrite"
             )
         self.file = ResultFile(kept, "ablation", self._common, overwrite)
         for name, result in self.file.found.items():
