@@ -99,7 +99,7 @@ def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, tab
     _check_kernel_limits(q, cache, lengths, None, table)
     if length != capacity_of(cache, table):
         raise ValueError(
-            f"attend_committed: length must be all {capacity_of(cache, table)} rows of the table's pages, got {length}"
+            f"attend_committed: length must be {capacity_of(cache, table)}, all rows of the table's pages, got {length}"
         )
     batch, nodes, heads, width = q.shape
     rows = nodes * (heads // cache.shape[2])

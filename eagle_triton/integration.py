@@ -373,8 +373,8 @@ def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
     if cost <= most:
         return {}
     return {
-        "tree": f"its {tree.nodes} nodes read {cost:.1f} times the weights of a plain step of one sequence, since each "
-        f"chooses experts, for at most {most} tokens: it cannot pay; draft fewer, such as a chain of 3"
+        "tree": f"cannot be faster for one sequence: each node chooses experts, so {tree.nodes} nodes read {cost:.1f} "
+        f"times the weights of a plain step, for at most {most} tokens; draft fewer, such as a chain of 3"
     }
 
 

@@ -151,9 +151,9 @@ def test_damaged_matrices_are_named(tmp_path: Path) -> None:
     file, name = tmp_path / "model.safetensors", "model.layers.2.mlp.experts.3.down_proj"
     tensors = load_file(file)
     for changed, message in (
-        ({f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}, "g_idx has another order than its groups"),
-        ({f"{name}.g_idx": tensors[f"{name}.g_idx"][:8]}, "g_idx has another order than its groups"),
-        ({f"{name}.qzeros": tensors[f"{name}.qzeros"] + 1}, "symmetric, but its qzeros do not stand for 8"),
+        ({f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}, "g_idx must be in the order of its groups"),
+        ({f"{name}.g_idx": tensors[f"{name}.g_idx"][:8]}, "g_idx must be in the order of its groups"),
+        ({f"{name}.qzeros": tensors[f"{name}.qzeros"] + 1}, "symmetric, so all qzeros must mean 8"),
         (
             {f"{name}.qweight": tensors[f"{name}.qweight"].long()},
             r"must be int32 matrices, got torch.int64 \[8, 64\] and",

@@ -137,7 +137,7 @@ class Results:
         if not overwrite and path.exists() and path.stat().st_size and not kept.exists():
             raise ValueError(
                 f"{path} cannot be continued without its results, {kept.name}, which are not beside it. Name another "
-                " file, or use --overwrite"
+                "file, or use --overwrite"
             )
         self.file = ResultFile(kept, "ablation", self._common, overwrite)
         for name, result in self.file.found.items():

@@ -315,7 +315,7 @@ class Ranks:
         self.meet()
         values = self.all_gather_object(value)
         if others := [rank for rank, other in enumerate(values) if other != values[0]]:
-            raise RanksError(f"{what} must be the same on all ranks: those of ranks {others} differ from rank 0's")
+            raise RanksError(f"{what} must be the same on all ranks: ranks {others} and rank 0 differ")
 
     @_raises_ranks_error
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -87,7 +87,9 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
         raise ExportError(f"to={to!r} does not support block drafters; {' and '.join(NAMES)} do")
     for name in ("total_token", "depth", "top_k"):
         if options[name] is not None:
-            raise ValueError(f"{name}={options[name]} is not read with a block drafter, which is served as a chain")
+            raise ValueError(
+                f"{name}={options[name]} is not read with a block drafter, which drafts a chain: leave it out"
+            )
     config, engine = drafter.config, NAMES[to]
     if (options["num_speculative_tokens"] or 1) > config.drafts:
         raise ValueError(
@@ -111,8 +113,8 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
             raise ExportError(f"{engine}: the block drafter has {what}, which cannot be exported to it")
     if not (drafter.causal_where_sliding or (to == "vllm" and len(set(config.causal)) == 1)):
         raise ExportError(
-            f"{engine}: causal={config.causal} with windows={config.windows} is not supported: its layers are causal "
-            f"if they have a sliding window{', unless all are alike' if to == 'vllm' else '; vLLM runs it if all are'}"
+            f"{engine}: causal={config.causal} with windows={config.windows} is not supported: causal must be True "
+            f"exactly for layers with a window, or{' in vLLM' * (to != 'vllm')} the same for all layers"
         )
     if not any(family in drafter.target.family for family in vllm.EAGLE3_TARGETS):
         raise ExportError(
@@ -170,7 +172,7 @@ def plan(drafter: BlockContents, to: str, folder: Path, chain: int | None, ranks
     chain = chain or config.drafts
     if chain < config.drafts and not all(config.causal):
         notes.append(
-            f"vLLM shortens the block to {chain} drafts; rows here see the whole block, so that changes all of them"
+            f"vLLM shortens the block to {chain} drafts; rows of the block see each other, so all drafts differ"
         )
     speculative = dict(method="dflash", model=str(folder), num_speculative_tokens=chain)
     return vllm.launch(drafter.target, folder, speculative, ranks, tuple(notes))

@@ -20,8 +20,8 @@ from eagle_triton.models.tree import check_dynamic_tree
 
 EMBEDDING = "embed_tokens.weight"
 POSITIONS = (
-    "max_position_embeddings is raised from {} to the target's {}, the limit of drafting in this package, too; beyond "
-    "the first, drafts may be accepted less often"
+    "max_position_embeddings is raised from {} to the target's {}, because this package drafts that far too; past the "
+    "first number, fewer drafts may be accepted"
 )
 
 

@@ -260,7 +260,7 @@ def _group(wanted: dict[str, torch.Size]) -> int:
     """The largest of GROUPS that divides the columns of every projection."""
     for name, (_, columns) in wanted.items():
         if columns % GROUPS[-1]:
-            raise ExportError(f"{name} has {columns} columns, which no group of {', '.join(map(str, GROUPS))} divides")
+            raise ExportError(f"{name} must have a multiple of {GROUPS[-1]} columns, got {columns}")
     return next(group for group in GROUPS if all(columns % group == 0 for _, columns in wanted.values()))
 
 

@@ -188,7 +188,7 @@ class _Layer(NamedTuple):
             )
         if len(conv_state) != len(ssm_state) or ssm_state.dtype != torch.float32:
             raise ValueError(
-                f"{name}: conv_state and ssm_state must have equally many slots, and ssm_state be float32, got "
+                f"{name}: conv_state and ssm_state must have the same number of slots, and ssm_state be float32, got "
                 f"{len(conv_state)}, {len(ssm_state)} and {ssm_state.dtype}"
             )
         check_slots(name, "ssm_state", ssm_state, slots, (value_heads, self.key_dim, self.value_dim), len(slots))

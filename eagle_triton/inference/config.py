@@ -117,7 +117,7 @@ class EAGLEConfig(EngineOptions):
         self._check_egag()
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:
-            raise ValueError(f"suffix_ring={self.suffix_ring} is read with suffix_drafts or method suffix alone")
+            raise ValueError(f"suffix_ring={self.suffix_ring} is only read with suffix_drafts or method suffix")
 
     @property
     def verification(self) -> Verification:
@@ -172,7 +172,8 @@ class EAGLEConfig(EngineOptions):
         for name in (*TREE, *VERIFICATION, "suffix_drafts"):
             if getattr(self, name) != getattr(EAGLEConfig, name):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} goes with speculative, which you also gave: set it there"
+                    f"{name}={getattr(self, name)!r} cannot be combined with speculative, which has its own options: "
+                    "leave it out"
                 )
 
     def _check_egag(self) -> None:
@@ -182,11 +183,13 @@ class EAGLEConfig(EngineOptions):
             raise TypeError(f"egag must be an EGAGConfig or None, got {self.egag!r:.60}")
         options = self.speculative
         if options is not None and (options.method not in GUIDED):
-            raise ValueError(f"egag goes by the entropy of a draft model, and method {options.method} drafts otherwise")
+            raise ValueError(f"egag needs a model for all drafts, and method {options.method} has none: leave egag out")
         drafts = self._tree(None).beam_levels
         for name in ("gamma_min", "gamma_max"):
             if (getattr(self.egag, name) or 0) > drafts:
-                raise ValueError(f"egag: {name}={getattr(self.egag, name)} is deeper than the {drafts} levels drafted")
+                raise ValueError(
+                    f"egag: {name}={getattr(self.egag, name)} must be at most {drafts}, the levels drafted"
+                )
 
     def sampling(self, **changes: Any) -> SamplingParams:
         """The sampling options, with some changed (None: as configured).

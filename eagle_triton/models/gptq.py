@@ -133,18 +133,18 @@ def in_rows(
     if groups is not None:
         in_order = torch.arange(depth, device=groups.device) * len(points) // depth
         if not torch.equal(groups.long(), in_order):
-            raise ValueError("its g_idx has another order than its groups, as with desc_act")
+            raise ValueError("its g_idx must be in the order of its groups (desc_act is not read)")
     if layout == "gemm":
         words, points = _packed(_in_order(unpacked(words)).T.contiguous()), _in_order(points)
     else:
         words = words.T.contiguous()
     if layout == "gptq":
         if (points == 15).any():
-            raise ValueError("its qzeros are less 1, and 15 may stand for 0 or for 16: save it in format gptq_v2")
+            raise ValueError("its qzeros are stored less 1, so that 15 may mean 0 or 16: save it in format gptq_v2")
         points = points + 1
     if symmetric:
         if (points != MIDDLE).any():
-            raise ValueError("its scheme is symmetric, but its qzeros do not stand for 8")
+            raise ValueError("its scheme is symmetric, so all qzeros must mean 8, and some do not")
         return (words,)
     return words, _packed(points).T.contiguous()
 

@@ -255,7 +255,9 @@ class PagePool:
         else:
             pages = self._pages + max(missing, -(-_MIN_BYTES // max(self.page_bytes, 1)), self._pages // _SHARE)
         if pages < self._pages + missing:
-            raise CacheFullError(f"{missing} more pages of {PAGE_ROWS} rows are needed in a cache of {self.limit}")
+            raise CacheFullError(
+                f"{missing} more pages of {PAGE_ROWS} tokens do not fit into a cache of {self.limit} pages"
+            )
         failure: torch.OutOfMemoryError | None = None
         try:
             larger = [memory.resized(pages, self._pages) for memory in memories]

@@ -219,11 +219,13 @@ class Batch(BatchSlots):
             agree_on_seeds(ranks, entries, (*options, *batch))
         slots = self.free[: len(entries)]
         if len(slots) < len(entries):
-            raise RuntimeError(f"{len(entries)} requests do not fit into {len(slots)} free slots; step until some end")
+            raise RuntimeError(
+                f"{len(entries)} requests do not fit into {len(slots)} free slots; call step until more are free"
+            )
         with self._in_use():
             self._make_room()  # for the others' next trees, which may have another shape now
         if entries and self._present(paused=True):
-            raise CacheFullError("earlier requests wait for cache pages: step until they run")
+            raise CacheFullError("earlier requests wait for cache pages: call step until they run")
         for entry in entries:
             entry.prefix = self._prefix_of(entry.request, entry.prompt)
         with self._in_use():
@@ -242,7 +244,7 @@ class Batch(BatchSlots):
         if entry.request.sampling.grammar is not None:
             reason = refuses_grammars(self.verification)
             if self.chooser.options.judge is not None:
-                reason = "grammar: the judge chooses all tokens, and reads no grammar"
+                reason = "grammar: this batch has a judge, which chooses all tokens and reads no grammar"
         if reason := reason or self.never_fits(entry.request):
             raise ValueError(reason)
         if self.sequences.widen_stops(len(entry.request.stop_ids)):
