@@ -397,8 +397,8 @@ def check_outputs(parser: argparse.ArgumentParser, **paths: Path | None) -> None
 
 
 def stored_positions(target: str) -> int | None:
-    """The number of positions in the configuration of a model on this disk; None if unknown. With longrope those of the
-    short factors."""
+    """The number of positions in the configuration of a model on this disk; None if unknown. With longrope: as far as
+    the short factors go."""
     root = Path(path_of(target))
     for file in (root / "target" / "config.json", root / "config.json"):
         try:

@@ -201,7 +201,7 @@ class TestConfig:
             EAGLEConfig(
                 speculative=SpeculativeConfig(method="draft_model", num_speculative_tokens=2), egag=EGAGConfig(3)
             )
-        with pytest.raises(ValueError, match="method suffix drafts otherwise"):
+        with pytest.raises(ValueError, match="method suffix has none"):
             EAGLEConfig(speculative=SpeculativeConfig(method="suffix"), egag=EGAGConfig())
         with pytest.raises(TypeError, match="egag must be an EGAGConfig"):
             EAGLEConfig(egag=True)

@@ -1,7 +1,7 @@
 """Replaces verification's result by a fixed mean number of accepted drafts. For timing only: the tokens mean nothing.
 
 The verification still runs, at its usual cost. Then its path is replaced by the first drafts of the tree's deepest
-path: step t accepts floor((t + 1) * mean) - floor(t * mean) drafts, or as many as there are.
+path: step t accepts floor((t + 1) * mean) - floor(t * mean) drafts, or all that there are.
 """
 
 from __future__ import annotations

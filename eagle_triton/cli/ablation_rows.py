@@ -121,7 +121,7 @@ class Results:
     def __init__(
         self, path: Path, trace: Path | None, conditions: Conditions, groups: Iterable[str], overwrite: bool = False
     ) -> None:
-        """Read the results next to `path`, and check that those of `groups` were measured under these conditions.
+        """Read the results next to `path`, and check that the rows of `groups` were measured under these conditions.
 
         Writes nothing. Raises ValueError for other conditions and for files of another kind; OSError for an unreadable
         file.

@@ -181,7 +181,7 @@ def last_line(text: str) -> str:
 
 
 def check(facts: dict[str, Any]) -> list[Check]:
-    """Judge the facts of inspect_python() and, under "nvidia", those of inspect_driver()."""
+    """Judge the facts of inspect_python() and, under "nvidia", of inspect_driver()."""
     packages = facts["packages"]
     return [
         check_python(facts["python"]),

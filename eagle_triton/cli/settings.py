@@ -92,7 +92,7 @@ class Settings:
 
     egag_ema, egag_scale and egag_mode are `ema_beta`, `scale` and `mode` of `EGAGConfig`. Sampling applies temperature,
     then top-k, then top-p. The likeliest token is chosen by greedy, and by the other processors at temperature 0.
-    cache: False: models read the whole text for each token. reset_in_between: forget n-grams and former outputs before
+    cache: False: models read the whole text for each token. reset_in_between: forget n-grams and earlier outputs before
     each answer.
     """
 

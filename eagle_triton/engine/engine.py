@@ -268,8 +268,8 @@ class Engine:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Inside the block, launch on the model's device after all earlier launches on any stream: also those of the
-        engines beside this one, and of all engines of the same ranks."""
+        """Inside the block, launch on the model's device after all earlier launches on any stream, also by the engines
+        beside this one and by all engines of the same ranks."""
         if self.device.type != "cuda":
             yield
             return

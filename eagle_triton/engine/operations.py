@@ -42,8 +42,8 @@ class Operations:
     """Every operation as an attribute, in plain torch, on any device. `calls` counts the calls.
 
     on_kernel_error: called with the operation's name and the error if a kernel does not compile here. If it returns,
-    the kernel's twin runs from then on: a Triton kernel for a Gluon kernel, the torch reference for a Triton kernel.
-    None: the error is raised.
+    a fallback runs from then on: a Triton kernel for a Gluon kernel, the torch reference for a Triton kernel. None: the
+    error is raised.
     """
 
     kernels: ClassVar[bool] = False

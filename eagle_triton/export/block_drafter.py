@@ -156,7 +156,7 @@ def tensors(drafter: BlockContents) -> dict[str, Tensor]:
 
 
 def plan(drafter: BlockContents, to: str, folder: Path, chain: int | None, ranks: int) -> LaunchPlan:
-    """chain: drafts per step of vLLM; None: those of a block. ranks: GPUs that share the target and the drafter."""
+    """chain: drafts per step of vLLM; None: a block's. ranks: GPUs that share the target and the drafter."""
     config, notes = drafter.config, []
     if config.conv_taps or config.selector_top_k:
         notes.append(f"DFlash2 needs a version of {NAMES[to]} that lists DFlash2DraftModel")

@@ -313,7 +313,7 @@ class _LayerReader:
         )
 
     def _reads_layer(self, index: int) -> int | None:
-        """The layer whose keys and values layer `index` reads; None: its own."""
+        """The layer that has the keys and values which layer `index` reads; None: its own."""
         if not self._family.shared_caches:
             return None
         readers = [self._body.at(f"layers.{place}.self_attn") for place in range(index + 1)]

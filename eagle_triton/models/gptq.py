@@ -275,7 +275,7 @@ def _register() -> None:
 
 
 def _names_in(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Stored names by those of the model's tensors that they become or are a part of; words become weights."""
+    """Stored names by names of the model's tensors: what they become or are a part of; words become weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

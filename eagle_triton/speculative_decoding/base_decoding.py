@@ -97,7 +97,7 @@ def start_token(model: Any, pad_token_id: int) -> int:
 
 @dataclass
 class Decoding:
-    """The loop over a text's steps, here with the target alone. drafts: those of the latest step."""
+    """The loop over a text's steps, here with the target alone. drafts: of the latest step."""
 
     target: CausalReader
     processor: LogitsProcessor

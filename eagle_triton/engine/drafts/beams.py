@@ -239,8 +239,9 @@ class ScoringDraft(Draft):
         state: DecodeState,
         score: Callable[[int, Expansion | None], tuple[Tensor, Tensor]],
     ) -> Candidates:
-        """The candidates that `score` scores. It is called with each level and with the chosen nodes whose children it
-        must score, None for the root. It returns the children's log-probabilities [B, P, K] and tokens [B, P * K]."""
+        """The candidates that `score` scores. It is called with each level and with the chosen nodes, None for the
+        root. It must score their children. It returns the children's log-probabilities [B, P, K] and tokens [B, P *
+        K]."""
         spec, plan = state.spec, state.draft_tree_tensors
         scores, ancestors, first_slot, nodes = plan.root_score, plan.root_ancestors, 0, None
         found = Candidates.new(spec, state.batch, state.lengths.device)

@@ -325,7 +325,7 @@ class SlotPages:
         return self._held[slot]
 
     def take(self, rows: Mapping[int, int], prefixes: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
-        """Give slots without pages enough for `rows`. Slots share the pages whose keys are in `prefixes`.
+        """Give slots without pages enough for `rows`. Slots share the pages that have keys in `prefixes`.
 
         The tables do not change until `write`. Returns how many pages each slot shares. Raises CacheFullError, and
         takes nothing, if there are not enough.

@@ -240,7 +240,7 @@ def _check_gptqmodel(module: Any, path: str) -> None:
 
 
 def _in_order(bias: Tensor, path: str) -> Tensor:
-    """A copy of a bias in Marlin's order: that of row 32i + 8b + 2l + c is at 32i + 8l + 2b + c."""
+    """A copy of a bias in Marlin's order: element 32i + 8b + 2l + c is at 32i + 8l + 2b + c."""
     if bias.dim() != 1 or len(bias) % 32:
         raise unreadable(f"{path}.bias must be 1-D, its length a multiple of 32, got {list(bias.shape)}")
     return bias.detach().unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten()
