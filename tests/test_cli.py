@@ -76,7 +76,7 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/egag", "egag on: speculative drafts 1 to 4 tokens a step by the drafter's entropy"),
         ("/egag off", "egag off: speculative drafts 4 tokens a step"),
         ("/egag_gamma_max 6", "egag_gamma_max 6"),
-        ("/egag_gamma_max default", "egag_gamma_max default, that of gamma"),
+        ("/egag_gamma_max default", "egag_gamma_max default, as gamma"),
         ("/egag_ema 0.9", "egag_ema 0.9"),
         ("/egag_scale 3", "egag_scale 3"),
         ("/egag_scale default", "egag_scale default, ln of the vocabulary"),

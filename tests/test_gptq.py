@@ -182,7 +182,7 @@ def test_words_and_zeros_are_put_in_rows(layout: str) -> None:
 
 def test_zeros_that_may_be_0_or_16_are_refused() -> None:
     stored = tensors_of("gptq", torch.zeros(16, 32).int(), torch.ones(16, 2), torch.zeros(16, 2))
-    with pytest.raises(ValueError, match="15 may stand for 0 or for 16: save it in format gptq_v2"):
+    with pytest.raises(ValueError, match="15 may mean 0 or 16: save it in format gptq_v2"):
         in_rows("gptq", False, stored["qweight"], stored["qzeros"], None)
 
 

@@ -48,7 +48,7 @@ def fix_acceptance(operations: Operations, mean: float) -> Operations:
 
 
 def scheduled_path(parents: Tensor, depth: int, step: Tensor, mean: float) -> tuple[Tensor, Tensor]:
-    """The first drafts on the path to the first of the deepest nodes, as many as the schedule says.
+    """The first drafts on the path to the first of the deepest nodes; the schedule says how many.
 
     parents [B, N] int32; step [B] int64: steps so far, which this increases by one. Returns path [B, D + 1] int32 and
     accepted [B] int32 like verify_greedy. One launch, because every launch adds to the step's time.

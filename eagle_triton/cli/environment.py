@@ -1,4 +1,4 @@
-"""Inspects a machine: what it has for eagle_triton, what is missing, and the command that mends each fault.
+"""Inspects a machine: what it has for eagle_triton, what is missing, and the command that fixes each fault.
 
 `eagle-triton check` prints it. setup_env.py loads this file by its path, before anything is installed, so it uses only
 the standard library and nothing of the package.

@@ -122,9 +122,8 @@ def in_rows(
 ) -> tuple[Tensor, ...]:
     """A matrix [N, K] as compressed-tensors has it: words [N, K / 8], and unless `symmetric` zeros [N / 8, K / group].
 
-    layout: gptq, gptq_v2 or gemm. words, zeros: qweight and qzeros. groups: g_idx. Raises ValueError for rows in an
-    order other than that of their groups, for zeros of a symmetric matrix that are not 8, and for those that may be 0
-    or 16.
+    layout: gptq, gptq_v2 or gemm. words, zeros: qweight and qzeros. groups: g_idx. Raises ValueError for rows that are
+    not in the order of their groups, for zeros of a symmetric matrix that are not 8, and for zeros that may be 0 or 16.
     """
     if any(part.dtype != torch.int32 or part.dim() != 2 for part in (words, zeros)):
         kinds = [f"{part.dtype} {list(part.shape)}" for part in (words, zeros)]

@@ -590,7 +590,7 @@ def multiply_add(x, w, sums):
 
     For every two words of a thread, a warp multiplies eight rows of x by eight columns of w, 16 numbers each. Lanes 4 i
     to 4 i + 3 hold row i and column i, which belong together: only products of a row with its own column are wanted. Of
-    four words, a thread's first two sums are those of its lane's row with columns 2 * (its lane % 4) and the next. The
+    four words, a thread's first two sums belong to its lane's row with column 2 * (its lane % 4) and the next one. The
     other two are zero.
     """
     values = [x, w, sums]
