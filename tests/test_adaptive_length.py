@@ -195,9 +195,9 @@ class TestConfig:
             EGAGConfig(**options)
 
     def test_it_must_fit_what_is_drafted(self):
-        with pytest.raises(ValueError, match="gamma_max=6 must be at most 4, the levels"):
+        with pytest.raises(ValueError, match="gamma_max must be at most 4"):
             EAGLEConfig(topk=1, num_steps=4, num_draft_tokens=5, egag=EGAGConfig(1, 6))
-        with pytest.raises(ValueError, match="gamma_min=3 must be at most 2, the levels"):
+        with pytest.raises(ValueError, match="gamma_min must be at most 2"):
             EAGLEConfig(
                 speculative=SpeculativeConfig(method="draft_model", num_speculative_tokens=2), egag=EGAGConfig(3)
             )

@@ -592,7 +592,7 @@ def test_an_exported_drafter_is_read_back_and_drafts_the_same(to, kind, saved_ta
         ("vllm", dict(windows=(9, 7)), {}, r"has windows of several sizes, \[7, 9\]"),
         ("sglang", KINDS["causal"], {}, "SGLang: causal=.* its layers are causal if they have a sliding window"),
         ("vllm", dict(causal=(True, False)), {}, "vLLM: causal=.*, unless all are alike"),
-        ("sglang", {}, dict(total_token=8), "total_token=8 is not read with a block drafter"),
+        ("sglang", {}, dict(total_token=8), "total_token=8 must be left out for a block drafter"),
         ("vllm", {}, dict(num_speculative_tokens=BLOCK), "num_speculative_tokens must be at most 5"),
         ("vllm", {}, dict(tensor_parallel_size=3), "tensor_parallel_size=3 must divide"),
     ],

@@ -236,9 +236,7 @@ class Engine:
     def _cache_moved(self) -> None:
         self._forget_graphs()
         if self.pool.limit is None and self.device.type == "cuda":
-            self.notes["cache"] = (
-                "moves when it grows, because its memory cannot be mapped here; then graphs are captured again"
-            )
+            self.notes["cache"] = "moves when it grows, and then captures graphs again: memory cannot be mapped here"
 
     def _forget_graphs(self) -> None:
         self._steps, self._compiled = {}, set()

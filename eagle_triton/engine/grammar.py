@@ -59,8 +59,8 @@ class Grammar:
         """JSON that fits a schema; the schema is a mapping or JSON. Properties come in the schema's order.
 
         whitespace: let the target choose spaces and line ends between the parts of the JSON; otherwise one space
-        follows each comma and colon, as json.dumps writes it. Raises ValueError for a string that is no JSON and for
-        false, which allows no value, TypeError for values that JSON does not have.
+        follows each comma and colon, as json.dumps writes it. Raises ValueError for a string that is not JSON and for
+        false, which allows no value; TypeError for values that JSON does not have.
         """
         if isinstance(schema, str):
             try:

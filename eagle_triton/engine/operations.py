@@ -160,9 +160,7 @@ def choose_operations(device: torch.device, kernels: bool | None, cuda_graph: bo
         )
     cuda_graph = on_gpu and kernels if cuda_graph is None else cuda_graph
     if cuda_graph and not (on_gpu and kernels):
-        raise ValueError(
-            f"cuda_graph=True needs a GPU and Triton's kernels, got a model on {device} and kernels={kernels}"
-        )
+        raise ValueError(f"cuda_graph=True needs a GPU and kernels, got a model on {device} and kernels={kernels}")
     return make_operations(kernels), cuda_graph
 
 

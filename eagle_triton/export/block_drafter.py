@@ -87,9 +87,7 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
         raise ExportError(f"to={to!r} does not support block drafters; {' and '.join(NAMES)} do")
     for name in ("total_token", "depth", "top_k"):
         if options[name] is not None:
-            raise ValueError(
-                f"{name}={options[name]} is not read with a block drafter, which drafts a chain: leave it out"
-            )
+            raise ValueError(f"{name}={options[name]} must be left out for a block drafter, which drafts a chain")
     config, engine = drafter.config, NAMES[to]
     if (options["num_speculative_tokens"] or 1) > config.drafts:
         raise ValueError(

@@ -110,9 +110,7 @@ class ArgumentReader:
             if self.tokenizer is None:
                 raise ValueError(f"prompts as text need a tokenizer, and the target has none: {TOKENIZER}")
             if not given.isascii() and any("\ud800" <= character <= "\udfff" for character in given):
-                raise ValueError(
-                    "a prompt must be text, got a string with half of a surrogate pair, which is not a character"
-                )
+                raise ValueError("a prompt must be text, got a string with half of a surrogate pair")
             ids = self.tokenizer(given).input_ids
         row = _tensor(ids)
         if row.dim() == 2 and len(row) == 1:

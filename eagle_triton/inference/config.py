@@ -172,8 +172,7 @@ class EAGLEConfig(EngineOptions):
         for name in (*TREE, *VERIFICATION, "suffix_drafts"):
             if getattr(self, name) != getattr(EAGLEConfig, name):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} cannot be combined with speculative, which has its own options: "
-                    "leave it out"
+                    f"{name}={getattr(self, name)!r} must be left out: speculative, also given, has its own options"
                 )
 
     def _check_egag(self) -> None:
@@ -187,9 +186,7 @@ class EAGLEConfig(EngineOptions):
         drafts = self._tree(None).beam_levels
         for name in ("gamma_min", "gamma_max"):
             if (getattr(self.egag, name) or 0) > drafts:
-                raise ValueError(
-                    f"egag: {name}={getattr(self.egag, name)} must be at most {drafts}, the levels drafted"
-                )
+                raise ValueError(f"egag: {name} must be at most {drafts} (levels), got {getattr(self.egag, name)}")
 
     def sampling(self, **changes: Any) -> SamplingParams:
         """The sampling options, with some changed (None: as configured).

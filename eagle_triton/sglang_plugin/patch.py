@@ -30,8 +30,7 @@ def patch() -> Originals:
     version = importlib.import_module("sglang").__version__.partition("+")[0]
     if version not in _SEAMS:
         raise PatchError(
-            f"sglang must be {' or '.join(_SEAMS)} for its tree kernels to be replaced, got {version}; "
-            "nothing was changed"
+            f"sglang must be {' or '.join(_SEAMS)} to replace its tree kernels, got {version}; nothing was changed"
         )
     utils = importlib.import_module("sglang.srt.utils")
     for device in ("npu", "musa"):

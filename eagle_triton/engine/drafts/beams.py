@@ -94,24 +94,16 @@ def with_vocabulary(draft: ScoringDraft, tokens: int | Collection[int]) -> Scori
     """
     known, tokens = draft.embedding.shape[0], checked_vocabulary(tokens)
     if draft.d2t is not None:
-        raise ValueError(
-            f"draft_vocabulary: the draft has its own vocabulary of {len(draft.d2t)} tokens; leave the option out"
-        )
+        raise ValueError(f"draft_vocabulary must be None: the draft has its own vocabulary of {len(draft.d2t)} tokens")
     if draft.head.joined_over is not None:
-        raise ValueError(
-            "draft_vocabulary: ranks share the draft's vocabulary projection (tp_plan); leave the option out"
-        )
+        raise ValueError("draft_vocabulary must be None: ranks share the draft's vocabulary projection (tp_plan)")
     if draft.head.weight is None:
-        raise ValueError(
-            "draft_vocabulary: the draft's vocabulary projection is not a plain matrix; leave the option out"
-        )
+        raise ValueError("draft_vocabulary must be None: the draft's vocabulary projection is not a plain matrix")
     most = tokens - 1 if isinstance(tokens, int) else max(tokens)
     if most >= known:
         raise ValueError(f"draft_vocabulary: tokens must lie in 0..{known - 1}, got {most}")
     if isinstance(draft.head.weight, Float8Weight) and draft.head.weight.in_blocks:
-        raise ValueError(
-            "draft_vocabulary: the draft's vocabulary projection has FP8 scales for blocks; leave the option out"
-        )
+        raise ValueError("draft_vocabulary must be None: the draft's vocabulary projection has FP8 scales for blocks")
     device = draft.head.weight.device
     ids = torch.arange(tokens, device=device) if isinstance(tokens, int) else torch.tensor(tokens, device=device)
     return draft.with_vocabulary(ids)
@@ -121,7 +113,7 @@ def with_rows(projection: Projection, ids: Tensor) -> Projection:
     """The same projection with only these outputs [n]. Their rows are copied."""
     assert projection.weight is not None
     if isinstance(projection.weight, FourBitWeight):
-        raise ValueError("draft_vocabulary: the draft's vocabulary projection is in four bits; leave the option out")
+        raise ValueError("draft_vocabulary must be None: the draft's vocabulary projection is in four bits")
     rows = rows_of(projection.weight, ids)
     return replace(
         projection,

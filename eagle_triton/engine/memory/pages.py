@@ -256,7 +256,7 @@ class PagePool:
             pages = self._pages + max(missing, -(-_MIN_BYTES // max(self.page_bytes, 1)), self._pages // _SHARE)
         if pages < self._pages + missing:
             raise CacheFullError(
-                f"{missing} more pages of {PAGE_ROWS} tokens do not fit into a cache of {self.limit} pages"
+                f"{missing} more pages ({PAGE_ROWS} rows) do not fit into a cache of {self.limit} pages"
             )
         failure: torch.OutOfMemoryError | None = None
         try:

@@ -219,9 +219,7 @@ class Batch(BatchSlots):
             agree_on_seeds(ranks, entries, (*options, *batch))
         slots = self.free[: len(entries)]
         if len(slots) < len(entries):
-            raise RuntimeError(
-                f"{len(entries)} requests do not fit into {len(slots)} free slots; call step until more are free"
-            )
+            raise RuntimeError(f"{len(entries)} requests do not fit into {len(slots)} free slots; step until some end")
         with self._in_use():
             self._make_room()  # for the others' next trees, which may have another shape now
         if entries and self._present(paused=True):

@@ -127,9 +127,7 @@ class StepPlanner:
         sampled = [request.sampling for request in requests if not request.sampling.greedy]
         orders = {request.filter_order for request in requests} - {None}
         if len(orders) > 1:
-            raise ValueError(
-                "sampling: top_p_first must be the same for all sampled requests of a batch, got True and False"
-            )
+            raise ValueError("sampling: top_p_first must be equal in all sampled requests, got True and False")
         return Mode(
             sampled=bool(sampled),
             top_p_first=True in orders,

@@ -84,9 +84,7 @@ def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Pr
             weight, kind = _marlin(module, path), f"of {type(module).__name__}"
             bias = None if bias is None else _in_order(bias, path)
         else:
-            raise unreadable(
-                f"{path} is a {type(module).__name__}, which has a layout that is not read", _other_layout(module)
-            )
+            raise unreadable(f"{path} is a {type(module).__name__}, and its layout is not read", _other_layout(module))
     except ValueError as error:
         if isinstance(error, UnsupportedModelError):
             raise
