@@ -151,7 +151,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
         "R[,R...]", numbers(0.001, 1e6), "open loop: requests a second, at random times (a Poisson process)", []),
     "--max-concurrency": _value("N[,N...]", sizes(4096), "closed loop: clients that send one request after another"),
     "--num-prompts": _value("N", whole(), "requests of each load"),
-    "--input-len": _value("N | N-M", span, "tokens of a prompt; N-M: evenly spread from N to M"),
+    "--input-len": _value("N | N-M", span, "tokens of a prompt; N-M: drawn evenly from N to M"),
     "--output-len": _value("N | N-M", span, "tokens of an answer, in the same way"),
     "--goodput": _value(
         "NAME:MS", limit, "count requests within these ms: to the first token (ttft), per token (tpot), in all (e2el)",

@@ -433,7 +433,7 @@ class Engine:
                 with state.unchanged(), compiled_ahead() as failed:
                     launch_all()
                 if not failed:
-                    break  # otherwise try again, with twins of kernels that do not compile here
+                    break  # otherwise try again, with fallbacks of kernels that do not compile here
         except Exception as error:  # the launch or the step itself will raise it again
             if self.view.ranks is not None:  # the other ranks are in the middle of an exchange
                 raise

@@ -171,7 +171,7 @@ def _with_options(draft: Draft | None, view: ModelView, config: EAGLEConfig) -> 
 
 def _check_places(view: ModelView, draft: Draft | None, device: torch.device | None) -> None:
     if isinstance(draft, ScoringDraft) and draft.embedding.device != view.device:
-        raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
+        raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}: move one")
     if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
         raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
     padding = draft.padding if isinstance(draft, CausalLMDraft) else 0

@@ -452,7 +452,7 @@ def _parsed(text: str) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"speculative config: no JSON, line {error.lineno} column {error.colno}: {error.msg}"
+            f"speculative config: not JSON, line {error.lineno} column {error.colno}: {error.msg}"
         ) from None
     except RecursionError:
         raise ValueError("speculative config: JSON that is nested too deep to be options") from None
@@ -460,7 +460,7 @@ def _parsed(text: str) -> dict[str, Any]:
         start = text[: len(text) - len(text.lstrip())]
         line, column = 1 + start.count("\n"), len(start) - start.rfind("\n")
         raise ValueError(
-            f"speculative config: no JSON object, line {line} column {column}: {{...}} expected, got {text.strip():.60}"
+            f"speculative config: must be a JSON object, got {text.strip():.60} in line {line} column {column}"
         )
     return found
 

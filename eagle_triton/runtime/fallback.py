@@ -1,4 +1,4 @@
-"""Replaces kernels that do not compile or load by slower fallbacks.
+"""The fallback for kernels that do not compile or load: slower ones, or torch, run instead.
 
 A Gluon kernel falls back to the Triton kernel of the same operation, a Triton kernel to the torch reference. A kernel
 may fail because of a new Triton, a driver, a GPU, or a missing C compiler. `engine/operations.py` replaces it. Nothing

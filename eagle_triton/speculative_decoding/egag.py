@@ -49,7 +49,7 @@ class EntropyGuide:
 
     def __init__(self, config: EGAGConfig) -> None:
         if config.gamma_max is None:
-            raise ValueError("gamma_max: the rule of a generation needs a number")
+            raise ValueError("gamma_max must be a number for EntropyGuide, got None")
         self.config, self.gamma_max = config, config.gamma_max
         self.h_norm: float | None = None
         self.h_ema: float | None = None
