@@ -108,7 +108,7 @@ def figures(kind: str, found: Mapping[str, Sequence[Answer]]) -> list[dict[str, 
     for name, answers in found.items():
         totals = Totals.of(answers)
         if totals.tau is None or totals.ms_per_step is None:
-            raise ValueError("--max-length must be at least 2: with one token there is no step to measure")
+            raise ValueError(f"{name} took no step: --max-length must be at least 2, and an answer longer than a token")
         rate = totals.tau / totals.ms_per_step * 1e3
         row = {"work": kind, "variant": name, "tau": totals.tau, "ms_per_step": totals.ms_per_step}
         row |= {"tokens_per_second": rate, "speedup": rate / (rows[0]["tokens_per_second"] if rows else rate)}

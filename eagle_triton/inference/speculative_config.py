@@ -120,7 +120,7 @@ class VerifyStrategy(_Name):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output has the target's own distribution."""
+        """Whether the output follows the target's distribution; with greedy, its argmax."""
         return self is not VerifyStrategy.TOPP
 
 
@@ -299,7 +299,7 @@ class SpeculativeConfig:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output has the target's own distribution."""
+        """Whether the output follows the target's distribution; with greedy, its argmax."""
         return VerifyStrategy.of(self.verify_strategy).lossless and self.accept_policy != AcceptPolicy.ACCEPT_ALL
 
     def check_slots(self, slots: int) -> None:
