@@ -440,7 +440,7 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
         (dict(dflash_config=dict(use_swa=True)), "use_swa=True is not supported"),
         (dict(is_neox_style=False), "is_neox_style=False is not supported"),
         (dict(speculators_model_type="dflash"), "lacks aux_hidden_state_layer_ids"),
-        (dict(block_size=1), "block_size is too small"),
+        (dict(block_size=1), "block_size must be at least 2"),
         (dict(num_attention_heads=3), "must be"),
     ],
 )
