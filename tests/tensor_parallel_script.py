@@ -444,7 +444,7 @@ def what_is_refused(folder: Path) -> None:
         optimize_eagle_with_triton(model, megakernel=True)
     with refused(UnsupportedModelError, "ea_layer.topK_genrate, self_attn.forward"):
         optimize_eagle_with_triton(model, strict=True)
-    with refused(ValueError, "total_token=-1 must be a number"):
+    with refused(ValueError, "total_token must be a number of nodes"):
         EaModel.from_pretrained(path, total_token=-1, depth=5, top_k=10, tp_plan="auto")
     with refused(ValueError, "draft_vocabulary"):
         eagle1 = EaModel.from_pretrained(str(folder / "llama, EAGLE-1"), use_eagle3=False, tp_plan="auto", **TREE)
