@@ -122,7 +122,7 @@ def _publish(
     steps = sum(len(run.lengths) for run in trees["original"])
     notes = [f"FAIL: {problem}" for problem in problems]
     told = len(notes)
-    notes += noise(steps, "take more of --num-runs or --max-length")
+    notes += noise(steps, "raise --num-runs or --max-length")
     record = Record.of("integration", args.device, args, rows, notes, prompt_tokens=lengths, tau=taus)
     histograms = {f"{NAMES[name]}, tau {taus[name]:.2f}": accepted_histogram(runs) for name, runs in trees.items()}
     shown = table_of(COLUMNS.format(bound), [{**row, "pair": f"{row['output']}, {row['against']}"} for row in rows])

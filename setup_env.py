@@ -187,7 +187,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             option = command_line.option_of(name)
             parser.error(f"{option} must come with --install or --run: nothing is installed without them")
     if options.constraints is not None and not Path(options.constraints).is_file():
-        parser.error(f"--constraints must be a file, and {options.constraints or 'an empty path'} is none")
+        parser.error(f"--constraints must be a file, and {options.constraints or 'an empty path'} is not one")
     if not options.venv:
         parser.error("--venv must be a directory, got an empty path")
     directory = Path(options.venv).absolute()

@@ -62,7 +62,7 @@ def draft_by_name(name: str, options: Options) -> tuple[Draft | None, Options]:
         return None, options.changed(suffix_drafts=options.suffix_drafts or SUFFIX_DRAFTS)
     if options.suffix_drafts:
         raise ValueError(
-            f'draft="{NGRAM}" cannot be combined with suffix_drafts={options.suffix_drafts}: leave that out'
+            f'draft="{NGRAM}" cannot be combined with suffix_drafts={options.suffix_drafts}: leave one of them out'
         )
     return RepeatDraft(NgramSource(NGRAM_DRAFTS)), options
 
@@ -176,5 +176,5 @@ def _megakernel(options: PatchOptions, view: ModelView, kernels: bool) -> bool |
             "megakernel=True: not supported yet where ranks share the target (tp_plan); leave it out", "devices"
         )
     if not kernels:
-        raise ValueError("megakernel=True needs the kernels: a GPU, and kernels not False")
+        raise ValueError(f"megakernel=True needs a GPU and kernels, got {view.device} and kernels={options.kernels}")
     return True

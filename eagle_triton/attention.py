@@ -70,10 +70,10 @@ def tree_attention(
     `new_keys` (1 to 64 W, only with `ancestors`): nodes see only this many first new keys, whatever the bits say; the
     rest are not read. `sinks` [Hq], fp32 or of q's dtype, and `softcap` > 0: see the reference.
     The last dimension of every tensor must be contiguous; its other strides are free. `tune_for_nodes`: choose the
-    launch settings for that many nodes. `prefetch_before_wait`: read lengths, table and committed rows before earlier
-    kernels end. These must have been written before the last product, and only kernels of runtime/overlap.py may follow
-    that. Returns [B, N, Hq, d], or [B, N, Hq * d] in `row_format`, which the next product reads, where that is useful
-    (a pair only if splits are added up). Raises ValueError before the launch if arguments do not fit.
+    launch settings for this number of nodes. `prefetch_before_wait`: read lengths, table and committed rows before
+    earlier kernels end. These must have been written before the last product, and only kernels of runtime/overlap.py
+    may follow that. Returns [B, N, Hq, d], or [B, N, Hq * d] in `row_format`, which the next product reads, where that
+    is useful (a pair only if splits are added up). Raises ValueError before the launch if arguments do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
     _check_kernel_limits(q, cache, lengths, ancestors, table, sinks)
@@ -99,7 +99,7 @@ def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, tab
     _check_kernel_limits(q, cache, lengths, None, table)
     if length != capacity_of(cache, table):
         raise ValueError(
-            f"attend_committed: length must be all {capacity_of(cache, table)} rows of the table's pages, got {length}"
+            f"attend_committed: length must be {capacity_of(cache, table)}, all rows of the table's pages, got {length}"
         )
     batch, nodes, heads, width = q.shape
     rows = nodes * (heads // cache.shape[2])

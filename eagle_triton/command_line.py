@@ -256,9 +256,9 @@ def new_directory(text: str) -> Path:
     """A directory that does not exist yet, or is empty. Nothing is created."""
     path = Path(text)
     if not text or (path.exists() and not path.is_dir()):
-        raise argparse.ArgumentTypeError(f"must be a directory to be made, and {text or 'an empty path'} is none")
+        raise argparse.ArgumentTypeError(f"must be a new or empty directory, and {text or 'an empty path'} is not one")
     if path.is_dir() and any(path.iterdir()):
-        raise argparse.ArgumentTypeError(f"must be a directory to be made, and {text} holds something already")
+        raise argparse.ArgumentTypeError(f"must be a new or empty directory, and {text} is not empty")
     place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     with _refused(lambda error: f"must be a directory that can be made: {place}: {error.strerror}"):
         try_to_write_into(place)
@@ -269,10 +269,10 @@ def output_directory(text: str) -> Path:
     """A directory that can be written into, or made in one that exists. Nothing is created."""
     path = Path(text)
     if not text or (path.exists() and not path.is_dir()):
-        raise argparse.ArgumentTypeError(f"must be a directory, and {text or 'an empty path'} is none")
+        raise argparse.ArgumentTypeError(f"must be a directory, and {text or 'an empty path'} is not one")
     place = path.absolute() if path.is_dir() else path.absolute().parent
     if not place.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a directory in one that exists, and {place} does not exist")
+        raise argparse.ArgumentTypeError(f"must be in a directory that exists, and {place} does not")
     with _refused(lambda error: f"must be a directory that can be written, and {text} cannot: {error.strerror}"):
         try_to_write_into(place)
     return path
@@ -285,11 +285,11 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
         path = Path(text)
         folder = path.absolute().parent
         if not text or os.path.isdir(text):
-            raise argparse.ArgumentTypeError(f"must be a file, and {text or 'an empty path'} is none")
+            raise argparse.ArgumentTypeError(f"must be a file, and {text or 'an empty path'} is not one")
         if suffixes and path.suffix.lower() not in suffixes:
             raise argparse.ArgumentTypeError(f"must end with {' or '.join(suffixes)}, got {text!r}")
         if not os.path.isdir(folder):
-            raise argparse.ArgumentTypeError(f"must be a file in a directory that exists, and {folder} does not exist")
+            raise argparse.ArgumentTypeError(f"must be a file in a directory that exists, and {folder} does not")
         with _refused(lambda error: f"must be a file that can be written, and {text} cannot: {error.strerror}"):
             if path.is_file():
                 open(path, "ab").close()  # changes nothing
@@ -355,7 +355,7 @@ def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None)
         if target == PAIR:
             parser.error("--draft must come with the --model that it drafts for: the demo has heads of its own")
     elif not holds_target(target):
-        here = "was not saved with one" if Path(target).is_dir() else "is no directory here"
+        here = "was not saved with one" if Path(target).is_dir() else "is not a directory here"
         parser.error(f"--draft must name the head (a directory or a hub id) for --model {target}, which {here}")
 
 
@@ -375,7 +375,7 @@ def gpus() -> int | None:
 def check_device(parser: Parser, name: str | None, only_gpu: bool = False) -> None:
     """Refuse a GPU where there is none, and with `only_gpu` the CPU. torch is not asked, and may refuse more."""
     if only_gpu and name == "cpu":
-        parser.error("--device must be a GPU's in this mode, got cpu")
+        parser.error("--device must be a GPU in this mode, got cpu")
     if gpus() != 0 or (not only_gpu and name in (None, "cpu")):
         return
     if name is None:
@@ -397,8 +397,8 @@ def check_outputs(parser: argparse.ArgumentParser, **paths: Path | None) -> None
 
 
 def stored_positions(target: str) -> int | None:
-    """The number of positions in the configuration of a model on this disk; None if unknown. With longrope those of the
-    short factors."""
+    """The number of positions in the configuration of a model on this disk; None if unknown. With longrope: as far as
+    the short factors go."""
     root = Path(path_of(target))
     for file in (root / "target" / "config.json", root / "config.json"):
         try:
@@ -418,7 +418,7 @@ def too_long(what: str, tokens: int, new: int, positions: int | None) -> str | N
     """A sentence if a prompt and its new tokens need more than the model's positions; None if they fit."""
     if positions is None or tokens + new <= positions:
         return None
-    return f"{what} must fit the model's {positions} positions with {new} new after it, got {tokens} tokens"
+    return f"{what} and the new tokens must fit into the model's {positions} positions, got {tokens} + {new} tokens"
 
 
 def new_too_many(new: int, positions: int | None, name: str = "--max-length") -> str | None:

@@ -26,7 +26,7 @@ def find_device(name: str | None) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"--device must be one that torch sees here, got {name}, and it sees {torch.cuda.device_count()} GPUs"
+            f"--device must be cpu or one of the {torch.cuda.device_count()} GPUs that torch sees here, got {name}"
         )
     return name
 

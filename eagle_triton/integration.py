@@ -49,9 +49,9 @@ _RESTORED: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class EagleTritonConfig(PatchOptions):
-    """Options of `optimize_eagle_with_triton`: those of `PatchOptions` and `EngineOptions`, and `patch_modules`.
+    """Options of `optimize_eagle_with_triton`: all of `PatchOptions` and `EngineOptions`, and `patch_modules`.
 
-    Some methods keep the whole step that reaches a limit. With suffix_drafts its tokens past the limit may differ.
+    Some methods keep all tokens of the step that reaches a limit. With suffix_drafts, the tokens past it may differ.
 
     patch_modules: also replace `ea_layer.topK_genrate` (unless draft_vocabulary is set: it drafts with the head's own
     weights) and every `self_attn.forward`, for code that runs these itself. The generating methods need neither.
@@ -66,15 +66,15 @@ class EagleTritonConfig(PatchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TritonConfig(PatchOptions):
-    """Options of `optimize_with_triton`: those of `PatchOptions` and `EngineOptions`, and the draft tree's shape.
+    """Options of `optimize_with_triton`: all of `PatchOptions` and `EngineOptions`, and the draft tree's shape.
 
-    draft="suffix" sets suffix_drafts to 15. More make a head slower, because 15 and the root fill one tile of a
-    product.
+    draft="suffix" sets suffix_drafts to 15. More would make a head slower: 15 drafts and the root fill one tile of a
+    matrix product.
 
-    topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
-    root included. Both are at most 1024. If all three are None, a head or a `Draft` drafts its own tree. Any other
-    draft of a mixture of experts, where each row costs more, is then a chain of 3, unless suffix_drafts is set.
-    Otherwise None means 4, 3 and 8 (at most all nodes).
+    topk: children of each expanded node of a draft tree. num_steps: drafted levels, at most 1024. num_draft_tokens:
+    nodes of a tree, root included, at most 1024. If all three are None, a head or a `Draft` drafts its own tree. Any
+    other draft is then a chain of 3 if the target is a mixture of experts, where each row costs more, and suffix_drafts
+    is 0. Otherwise None means 4, 3 and 8 (at most all nodes).
     """
 
     topk: int | None = None
@@ -373,8 +373,8 @@ def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
     if cost <= most:
         return {}
     return {
-        "tree": f"its {tree.nodes} nodes read {cost:.1f} times the weights of a plain step of one sequence, since each "
-        f"chooses experts, for at most {most} tokens: it cannot pay; draft fewer, such as a chain of 3"
+        "tree": f"cannot be faster for one sequence: each node chooses experts, so {tree.nodes} nodes read {cost:.1f} "
+        f"times the weights of a plain step, for at most {most} tokens; draft fewer, such as a chain of 3"
     }
 
 

@@ -74,7 +74,7 @@ class Accepted(NamedTuple):
 
 
 class Probabilities(NamedTuple):
-    """[bs, N, V] f32: the target's probabilities, and those of the tokens that a walk refused."""
+    """[bs, N, V] f32: the target's probabilities, and the probabilities of the tokens that a walk refused."""
 
     target: Tensor
     refused: Tensor
@@ -392,7 +392,7 @@ def build_tree_in_place(
 ) -> None:
     """Write the tree into the caller's tensors; see reference.integrators.build_tree_in_place.
 
-    The arguments are those of SGLang's kernel itself. Raises ValueError if they do not fit.
+    The arguments are the same as in SGLang's own kernel. Raises ValueError if they do not fit.
     """
     links = Links(retrive_index, retrive_next_token, retrive_next_sibling)
     mask = check_in_place(

@@ -42,7 +42,7 @@ class EngineOptions:
 
     verify_strategy: how sampled drafts are judged: target_match, rejection, greedy, or topp, which is lossy; see
     `Verification`.
-    suffix_drafts: the most tokens to draft from text that occurred before in the prompt, the output or former outputs.
+    suffix_drafts: the most tokens to draft from text that occurred before in the prompt, the output or earlier outputs.
     These join the draft's tree, or are the whole draft if there is no other. 0: none.
     draft_vocabulary: the only tokens that a draft scores: their ids, or a number n for the first n, which are the most
     frequent ones in byte-pair vocabularies. Their rows of the vocabulary projection are copied. This makes a draft with
@@ -51,9 +51,9 @@ class EngineOptions:
     for its prompt, its new tokens and about 130 more, and waits for it. None: the cache grows as needed.
     prefixes: keep the keys and values of prompts and answers, while there is room, for requests with the same
     beginning. activations: for projections in FP8 or in four bits. "exact" reads the weights and does not round the
-    inputs; "as published" calls the modules; modules with FP8 weights round the inputs too. draft_dtype: "fp8" drafts
-    with copies of the draft's projections in eight bits, with a scale for each row; "int4" with copies in four bits,
-    with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide them). The target still
+    inputs; "as published" calls the modules, which round the inputs too if their weights are FP8. draft_dtype: "fp8"
+    drafts with copies of the draft's projections in eight bits, with a scale for each row; "int4" with copies in four
+    bits, with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide them). The target still
     decides, so the output is the same. None: no copies.
     """
 
@@ -96,7 +96,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchOptions(EngineOptions):
-    """Options of the calls that optimise a model in place, beside those of `EngineOptions`.
+    """Options of the calls that optimise a model in place, besides all of `EngineOptions`.
 
     strict: raise if a part of the model would stay unpatched or a call would run the original. Otherwise the report
     lists and counts these.

@@ -352,7 +352,7 @@ class TestFilesOfOthers:
         [
             ("", b"a,b\n1,2\n", "is not a CSV of an ablation: name another file, or use --overwrite"),
             ("", b"notes without a line end", "is not a CSV of an ablation"),
-            ("", DOCUMENTED.encode() + b"\n", "ablation_results.csv.jsonl with its results is not beside it"),
+            ("", DOCUMENTED.encode() + b"\n", "results, ablation_results.csv.jsonl, which are not beside it"),
             (".jsonl", b"notes", "does not hold results of ablation"),
         ],
         ids=["columns", "text", "alone", "results"],

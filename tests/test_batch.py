@@ -303,7 +303,7 @@ def test_a_request_that_cannot_enter_harms_nobody():
         with pytest.raises(RuntimeError, match="3 requests do not fit into 2 free slots"):
             batch.admit_all([second] * 3)
         sampled = [Request(prompt(5), 5, SamplingParams(temperature=1.0, top_p_first=first)) for first in (True, False)]
-        with pytest.raises(ValueError, match="top_p_first must be the same"):
+        with pytest.raises(ValueError, match="top_p_first must be equal"):
             batch.admit_all(sampled)
         assert batch.admit(second) == 1
         results = drain(batch)

@@ -110,7 +110,7 @@ def test_generate_compares_the_same_tokens(ran):
         row["tokens_per_second"] > 0 and row["first_token_ms"] > row["ms_per_step"] / 10 for row in record["rows"]
     )
     assert "same tokens, original and optimised: 1 of 1 prompts" in record["notes"]
-    assert record["notes"][-1].startswith("NOISE: figures of ")
+    assert record["notes"][-1].startswith("NOISE: figures from ")
     assert record["options"]["shape"] == "tiny" and record["options"]["dtype"] == "float32"
 
 
@@ -281,7 +281,7 @@ def test_step_measures_the_trees_that_are_named(capsys, monkeypatch, tmp_path):
     names = ("chain-3", "tree-256", "plain", "grammar")
     assert cases == [*(("optimised", name) for name in names), ("original", "plain")]
     assert record["rows"][3]["tau"] > 1, "the grammar's keys are forced"
-    assert "original: only greedy, sampled, plain, over the head's own tree" in record["notes"]
+    assert "original: timed only for greedy, sampled, plain, with the head's own tree" in record["notes"]
     assert benchmark._parse(["step"])[1].decoding == ["greedy", "sampled", "plain"]
 
 
@@ -316,7 +316,7 @@ def test_batches_compares_with_plain_decoding_in_the_same_run(ran):
 
 def test_operations_on_a_cpu_says_what_it_is_worth(ran):
     printed = ran("operations").printed
-    assert "ON A CPU: REFERENCES AT TOY SIZES" in printed and "was not timed" not in printed
+    assert "ON A CPU: REFERENCES ON SMALL TENSORS" in printed and "was not timed" not in printed
     assert "products, 64 rows, sum" in printed
 
 

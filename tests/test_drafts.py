@@ -76,9 +76,9 @@ def test_zero_centred_norms_in_target_and_head(eagle3, device):
 
 def test_input_norms_of_a_head_are_of_one_kind():
     _, draft = native.read(tiny_model())
-    with pytest.raises(ValueError, match="both zero-centred or neither"):
+    with pytest.raises(ValueError, match="both be zero-centred, or neither"):
         replace(draft, hidden_norm=replace(draft.hidden_norm, zero_centred=True))
-    with pytest.raises(ValueError, match="both round before their weight or neither"):
+    with pytest.raises(ValueError, match="both round before their weight, or neither"):
         replace(draft, hidden_norm=replace(draft.hidden_norm, round_first=False))
 
 

@@ -196,11 +196,11 @@ def test_the_fields_of_eagle_3_1_stand_where_engines_read_them(saved, tmp_path):
         config, tensors = read(tmp_path / to)
         assert fields.items() <= config.items() and not config.get("norm_before_fc")
         assert {f"fc_norm.{index}.weight" for index in range(3)} < tensors.keys()
-        old = [note for note in plan.notes if "does not read" in note]
+        old = [note for note in plan.notes if "ignores" in note]
         assert old == ([] if to == "sglang" else [old[0]])
-        assert to == "sglang" or "vLLM 0.20.2 does not read fc_norm and norm_output" in old[0]
+        assert to == "sglang" or "vLLM 0.20.2 ignores fc_norm and norm_output" in old[0]
     plan = export_head(str(saved(norm_before_fc=True)), "sglang", tmp_path / "other")
-    assert any("SGLang 0.5.13 does not read norm_before_fc" in note for note in plan.notes)
+    assert any("SGLang 0.5.13 ignores norm_before_fc" in note for note in plan.notes)
     config, tensors = read(tmp_path / "other")
     assert config["norm_before_fc"] is True and "input_norm.weight" in tensors
     export_head(str(saved()), "vllm", tmp_path / "plain")

@@ -590,7 +590,7 @@ class TestGDNAttnBackend:
             ("2 tokens, got 4", lambda: decode(**given)),
             ("seq_len must be 4", lambda: extend(**given, seq_len=3)),
             ("must have draft_token_num tokens", lambda: extend(**given, seq_len=4, is_target_verify=True)),
-            ("equally many slots", lambda: extend(**{**given, "ssm_state": pools[1][:2]}, seq_len=4)),
+            ("the same number of slots", lambda: extend(**{**given, "ssm_state": pools[1][:2]}, seq_len=4)),
             ("distinct and below", lambda: extend(**{**given, "cache_indices": torch.tensor([0, 0])}, seq_len=4)),
             (r"a and b \[T, 4\]", lambda: extend(**{**given, "a": pools[0][:1]}, seq_len=4)),
         ):

@@ -151,9 +151,9 @@ def test_damaged_matrices_are_named(tmp_path: Path) -> None:
     file, name = tmp_path / "model.safetensors", "model.layers.2.mlp.experts.3.down_proj"
     tensors = load_file(file)
     for changed, message in (
-        ({f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}, "g_idx has another order than its groups"),
-        ({f"{name}.g_idx": tensors[f"{name}.g_idx"][:8]}, "g_idx has another order than its groups"),
-        ({f"{name}.qzeros": tensors[f"{name}.qzeros"] + 1}, "symmetric, but its qzeros do not stand for 8"),
+        ({f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}, "g_idx must be in the order of its groups"),
+        ({f"{name}.g_idx": tensors[f"{name}.g_idx"][:8]}, "g_idx must be in the order of its groups"),
+        ({f"{name}.qzeros": tensors[f"{name}.qzeros"] + 1}, "symmetric, so all qzeros must mean 8"),
         (
             {f"{name}.qweight": tensors[f"{name}.qweight"].long()},
             r"must be int32 matrices, got torch.int64 \[8, 64\] and",
@@ -182,7 +182,7 @@ def test_words_and_zeros_are_put_in_rows(layout: str) -> None:
 
 def test_zeros_that_may_be_0_or_16_are_refused() -> None:
     stored = tensors_of("gptq", torch.zeros(16, 32).int(), torch.ones(16, 2), torch.zeros(16, 2))
-    with pytest.raises(ValueError, match="15 may stand for 0 or for 16: save it in format gptq_v2"):
+    with pytest.raises(ValueError, match="15 may mean 0 or 16: save it in format gptq_v2"):
         in_rows("gptq", False, stored["qweight"], stored["qzeros"], None)
 
 

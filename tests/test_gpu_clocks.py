@@ -127,7 +127,7 @@ def test_power_is_read_by_the_type_that_nvml_gives_it(value_type, nvml):
     nvml.value_type, nvml.at = value_type, lambda now: (1500, 64_500, 0)  # which 16 bits hold
     clocks = GpuClocks(CUDA)
     assert nvml.sampled(clocks)["power_w"] == (64.5 if value_type < 7 else None)
-    unknown = "clocks and power: no power_w in some rows, NVML: the power is of the unknown value type 7"
+    unknown = "clocks and power: no power_w in some rows, NVML: the power has the value type 7, which is not known here"
     assert clocks.notes() == [unknown] * (value_type == 7)
 
 

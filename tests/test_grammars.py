@@ -411,7 +411,7 @@ def test_a_judge_reads_no_grammar(model):
     entry = RunningRequest(Request(torch.tensor([1]), 4, SamplingParams(grammar=JSON)), 0)
     entry.matcher = matcher_of(JSON)
     engine = inference(model).engine
-    with Batch(engine, 1, TreeSpec.chain(2), 32, judge=judge) as batch, pytest.raises(ValueError, match="the judge"):
+    with Batch(engine, 1, TreeSpec.chain(2), 32, judge=judge) as batch, pytest.raises(ValueError, match="a judge"):
         batch.admit(entry)
 
 
@@ -421,12 +421,12 @@ def test_a_judge_reads_no_grammar(model):
         (lambda: Grammar("xml", "a"), "syntax must be one of"),
         (lambda: Grammar("regex", None), "must be strings"),
         (lambda: Grammar.regex("a").within(1), "around must be a string or None, got 1"),
-        (lambda: Grammar("regex", "a", whitespace=True), "whitespace is about JSON"),
-        (lambda: Grammar.json_schema("{"), "is no JSON"),
+        (lambda: Grammar("regex", "a", whitespace=True), "whitespace is for JSON"),
+        (lambda: Grammar.json_schema("{"), "the schema is not JSON"),
         (lambda: Grammar.json_schema([1]), "must be an object"),
-        (lambda: Grammar.json_schema({"const": {1}}), "what JSON cannot"),
+        (lambda: Grammar.json_schema({"const": {1}}), "that JSON cannot"),
         (lambda: Grammar.json_schema(False), "allows no value"),
-        (lambda: Grammar.json_schema('{"items":' * 9999 + "{}" + "}" * 9999), "is no JSON"),
+        (lambda: Grammar.json_schema('{"items":' * 9999 + "{}" + "}" * 9999), "the schema is not JSON"),
         (lambda: Grammar.choice([]), "at least one"),
         (lambda: Grammar.choice([1]), "of strings"),
         (lambda: Grammar.choice(None), "of strings"),

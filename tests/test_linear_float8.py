@@ -182,7 +182,7 @@ def test_settings_that_cannot_be_kept_to(device):
         lambda: kernels.linear_stack(x, (weight, weight), (None, None), settings=use),
         lambda: kernels.linear_swiglu(x, weight, weight, settings=use),
     ):
-        with pytest.raises(ValueError, match="settings for weights of eight bits need steps of 128"):
+        with pytest.raises(ValueError, match="settings for weights of eight bits need block_k 128"):
             call()
     with pytest.raises(ValueError, match="settings with splits need keep_splits"):
         kernels.linear(x, weight, settings=use._replace(splits=2))

@@ -247,7 +247,7 @@ def test_strict_refuses_a_head_that_it_cannot_take(device):
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match="megakernel=True needs the kernels"):
+    with pytest.raises(ValueError, match="megakernel=True needs a GPU and kernels"):
         optimize_eagle_with_triton(tiny_model(), kernels=False, megakernel=True)
     with pytest.raises(TypeError, match="megakernel must be"):
         optimize_eagle_with_triton(tiny_model(), megakernel="always")

@@ -459,9 +459,7 @@ def test_behind_a_failure_nothing_is_exchanged(monkeypatch):
 def test_what_differs_is_said_and_goes_on():
     ranks = Gathering(0, 2, None, None, None)
     ranks.said = 2
-    with pytest.raises(
-        RanksError, match=r"numbers must be the same on all ranks: those of ranks \[1\] differ from rank 0's"
-    ):
+    with pytest.raises(RanksError, match=r"numbers must be the same on all ranks: ranks \[1\] and rank 0 differ"):
         ranks.check_same_on_all_ranks("numbers", 1)
     ranks.check_same_on_all_ranks("numbers", 2)
 

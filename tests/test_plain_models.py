@@ -374,7 +374,7 @@ def test_drafts_and_trees_that_do_not_go_are_refused(model):
         ("/no/such/place", {}, FileNotFoundError, "draft: '/no/such/place' does not exist"),
         (None, dict(strict=None), TypeError, "strict must be True or False, got None"),
         (None, dict(patch_modules=True), ValueError, "unknown option patch_modules; the options are verify_strategy"),
-        (None, dict(megakernel=True, kernels=False), ValueError, "megakernel=True needs the kernels"),
+        (None, dict(megakernel=True, kernels=False), ValueError, "megakernel=True needs a GPU and kernels"),
     ):
         with pytest.raises(error, match=message):
             optimize_with_triton(model, draft, **options)

@@ -158,7 +158,7 @@ def test_strided_inputs(device, small):
 def test_what_is_seen_of_committed_rows_alone(device):
     case = make_case(20, 2, 2, 32, 192, 20, torch.float32, device)
     out, lse = attention.attend_committed(case.q[None], case.cache, 128, scale=0.2, table=case.table[None, 1:3])
-    with pytest.raises(ValueError, match="length must be all 128 rows of the table's pages, got 127"):
+    with pytest.raises(ValueError, match="length must be 128, all rows of the table's pages, got 127"):
         attention.attend_committed(case.q[None], case.cache, 127, scale=0.2, table=case.table[None, 1:3])
     keys, values = case.dense[:, None, :, 64:192]
     expected = torch_instead_of_cudnn(case.q[None].transpose(1, 2), keys, values, False, 0.2)

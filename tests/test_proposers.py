@@ -137,11 +137,21 @@ def test_verification_is_that_of_the_configuration(model, strategy):
     "draft, options, error, message",
     [
         (None, dict(speculative=SpeculativeConfig("mtp")), ValueError, "multi-token-prediction"),
-        (None, dict(speculative=SpeculativeConfig("suffix"), topk=7), ValueError, "topk=7 goes with speculative"),
-        (None, dict(speculative=SpeculativeConfig(), suffix_drafts=7), ValueError, "drafts=7 goes with speculative"),
+        (
+            None,
+            dict(speculative=SpeculativeConfig("suffix"), topk=7),
+            ValueError,
+            "topk=7 must be left out: speculative",
+        ),
+        (
+            None,
+            dict(speculative=SpeculativeConfig(), suffix_drafts=7),
+            ValueError,
+            "suffix_drafts=7 must be left out",
+        ),
         (None, dict(speculative="suffix"), TypeError, "speculative must be a SpeculativeConfig"),
         (None, dict(suffix_ring=-2), ValueError, "suffix_ring must be 0, or 2 to"),
-        (None, dict(suffix_ring=100), ValueError, "suffix_ring=100 is read with suffix_drafts or method suffix alone"),
+        (None, dict(suffix_ring=100), ValueError, "suffix_ring=100 is only read with suffix_drafts or method suffix"),
         ("base", dict(suffix_drafts=5, topk=2), ValueError, "topk: no draft model is given"),
         (
             None,

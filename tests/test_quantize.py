@@ -448,7 +448,7 @@ def test_columns_decide_the_group(tmp_path: Path) -> None:
         return quantize._group({"q": torch.Size((8, 256)), "down": torch.Size((8, columns))})
 
     assert [group(384), group(192), group(96)] == [128, 64, 32]
-    with pytest.raises(ExportError, match="down has 112 columns, which no group of 128, 64, 32 divides"):
+    with pytest.raises(ExportError, match="down must have a multiple of 32 columns, got 112"):
         group(112)
 
 

@@ -229,7 +229,7 @@ def test_a_thousand_requests_go_through_a_small_ring(model, device):
         (lambda: NgramSource(0), "places must be at least 1"),
         (lambda: NgramSource(3, max_ngram=2, min_ngram=3), "1 <= min_ngram <= max_ngram"),
         (lambda: NgramSource(3, match="rightmost"), "match must be one of leftmost, latest"),
-        (lambda: TreeSpec.fixed([[0]]).with_grafts(3), "no place for suffix drafts"),
+        (lambda: TreeSpec.fixed([[0]]).with_grafts(3), "suffix_drafts must be 0 with tree_choices"),
         (lambda: TreeSpec(20, 2, (2,), grafts=4), "needs 19 candidates"),
     ],
 )
@@ -252,6 +252,6 @@ def test_an_optimised_ea_model_drafts_from_both():
             assert model.ea_layer.topK_genrate is not None and not originals.restored
     assert torch.equal(steps[0][0], steps[6][0]) and steps[6][1] < steps[0][1]
     assert set(vars(model)) == before
-    with pytest.raises(ValueError, match="no place for suffix drafts"):
+    with pytest.raises(ValueError, match="suffix_drafts must be 0 with tree_choices"):
         optimize_eagle_with_triton(tiny_model(eagle3=False, tree_choices=[[0], [1], [0, 0]]), suffix_drafts=6)
     assert set(vars(model)) == before

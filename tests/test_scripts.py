@@ -59,7 +59,7 @@ READERS = [  # of texts, and what they say of wrong ones
     (command_line.model, "file", "must be a directory or a hub id, and file is a file"),
     (command_line.model, "", "must be a directory or a hub id, and '' is neither"),
     (command_line.model, "two words", "must be a directory or a hub id, and 'two words' is neither"),
-    (command_line.output_file(), "folder", "must be a file, and folder is none"),
+    (command_line.output_file(), "folder", "must be a file, and folder is not one"),
     (command_line.output_file(), "nowhere/x.json", "must be a file in a directory that exists, and"),
     (command_line.output_file(), "file/x.json", "must be a file in a directory that exists, and"),
     (command_line.output_file(), "x" * 300, "must be a file"),
@@ -96,7 +96,7 @@ REFUSED = {
         ("--commit ''", "--commit must be a text that is not empty"),
         ("nothing", f"mode must be one of {', '.join(modes.MODES)}, got 'nothing'"),
         ("--num=3", f"'--num=3' {MISSPELT} --num-runs?"),
-        ("--num-runs 3 step", "step is a mode and must come first"),
+        ("--num-runs 3 step", "step is a mode: it must be the first argument"),
         ("--num-runs 0", f"--num-runs {NUMBER} 10000, got '0'"),
         ("--max-length -1", f"--max-length {NUMBER} 10000000, got '-1'"),
         ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
@@ -106,9 +106,12 @@ REFUSED = {
         ("--shape tiny --prompt a", "--shape must come without --model, --draft and --prompt"),
         ("--context 5,0", "--context must be whole numbers from 1 to 10000000, separated by commas, got '5,0'"),
         ("--context 5 --prompt a", "--context must come without --prompt: it makes random prompts"),
-        ("--context 999999", "--context must fit the model's 2048 positions with 100 new after it, got 999999"),
-        ("step --context 64,2048", "--context must fit the model's 2048 positions with 1 new after it, got 2048"),
-        ("step --shape tiny --context 131072", "--context must fit the model's 131072 positions"),
+        ("--context 999999", "--context and the new tokens must fit into the model's 2048 positions, got 999999 + 100"),
+        ("step --context 64,2048", "--context and the new tokens must fit into the model's 2048 positions, got 2048"),
+        (
+            "step --shape tiny --context 131072",
+            "--context and the new tokens must fit into the model's 131072 positions",
+        ),
         ("step --batch 1,2000", "--batch must be whole numbers from 1 to 1024, separated by commas, got '1,20"),
         ("step --decoding plain dflash-chain", "--decoding dflash-chain must come with --shape"),
         ("step --decoding plain --draft-weights fp8", "--draft-weights is not read by --decoding"),
@@ -116,10 +119,10 @@ REFUSED = {
         ("drafters --shape tiny --block-drafter demo-block", "--shape must come without --block-drafter"),
         ("--batch 2", "--batch is not read here, but by step, batches, megakernel"),
         ("step --max-length 5", "--max-length is not read here, but by generate, batches"),
-        ("megakernel --device cpu", "--device must be a GPU's in this mode, got cpu"),
+        ("megakernel --device cpu", "--device must be a GPU in this mode, got cpu"),
         ("--upstream nowhere", "--upstream must be a directory, and nowhere does not exist"),
         ("--plot picture.xyz", "--plot must end with .png or .svg or .pdf, got 'picture.xyz'"),
-        ("--csv folder", "--csv must be a file, and folder is none"),
+        ("--csv folder", "--csv must be a file, and folder is not one"),
         ("--csv both --output both", "--csv must be another file than --output, got 'both' for both"),
         ("serve --url http://127.0.0.1:9 --no-speculation", "--no-speculation must come without --url"),
         ("serve --goodput ttft", "--goodput must be ttft:MS, tpot:MS or e2el:MS, got 'ttft'"),
@@ -134,7 +137,7 @@ REFUSED = {
         ("--json --run file", "--json and --run exclude each other"),
         ("--verbose", "--verbose must come with --install or --run"),
         ("--constraints file", "--constraints must come with --install or --run"),
-        ("--constraints nowhere --install", "--constraints must be a file, and nowhere is none"),
+        ("--constraints nowhere --install", "--constraints must be a file, and nowhere is not one"),
         ("--constraints", "--constraints: expected one argument"),
         ("--extra-no-deps x", "--extra-no-deps must come with --install or --run"),
         ("--extra-no-deps=-e --install", "--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got "),
@@ -183,19 +186,19 @@ REFUSED = {
         ("demo -o out", "the following arguments are required: --to"),
         ("demo --to int8 -o out", "--to must be one of fp8, int4, got 'int8'"),
         ("demo --to int4 -o out --device cpu", "--device must come with --text: nothing else runs a mo"),
-        ("demo --to fp8 -o .", "-o/--output must be a directory to be made, and . holds something al"),
+        ("demo --to fp8 -o .", "-o/--output must be a new or empty directory, and . is not empty"),
     ],
     "eagle-triton export": [
         ("demo --to tgi -o out", "--to must be one of vllm, sglang, speculators, safeailab, got 'tgi'"),
         ("some/head --to vllm -o out", "--target must name the model that some/head drafts for"),
         ("./nowhere --to vllm -o out", "HEAD must be a directory or a hub id, and ./nowhere does not e"),
-        ("demo --to vllm -o file", "-o/--output must be a directory to be made, and file is none"),
+        ("demo --to vllm -o file", "-o/--output must be a new or empty directory, and file is not one"),
         ("demo --to sglang --num-speculative-tokens 4 -o out", "--num-speculative-tokens is not read by"),
         ("demo --to safeailab --tensor-parallel-size 4 -o out", "--tensor-parallel-size is not read by"),
         ("demo --to vllm --device cpu -o out", "--device must come with --check: nothing else runs a mod"),
     ],
     "eagle-triton ablation": [
-        ("--groups foo", "--groups must be of target_ar, speculative, egag, nasd, eagle, block, block"),
+        ("--groups foo", "--groups must be one or more of target_ar, speculative, egag, nasd, eagle, block, block"),
         ("--groups egag,nasd egag", "--groups: egag is given twice"),
         ("--prompts 101", "--prompts must be a whole number from 1 to 100, got '101'"),
         ("--prompts 2 --prompt x", "--prompts must come without --prompt: it counts the demo"),
@@ -210,7 +213,7 @@ REFUSED = {
         ("--processor beam", "--processor: takes one of greedy temperature, multinomial temperature,"),
         ("--processor topk 1", "--processor: top_k must be given for processor topk"),
         ("--processor multinomial -1", "--processor: temperature must be a finite number at least 0,"),
-        ("--out .", "--out must be a file, and . is none"),
+        ("--out .", "--out must be a file, and . is not one"),
         ("--trace ablation_results.csv", "--trace must be another file than --out"),
         ("--plot p.bmp", "--plot must end with .png or .svg or .pdf, got 'p.bmp'"),
         ("--groups nasd,suffix --drafter .", "--drafter is not read by --groups nasd,suffix, but by "),
@@ -219,8 +222,8 @@ REFUSED = {
         ("--target demo-gdn", "--drafter must be given for speculative, egag with --target demo-gdn"),
         ("--runner 'uv run other.py'", "--runner must start infer.py, as in 'uv run infer.py --device "),
         ('--runner "\'"', "--runner: No closing quotation"),
-        ("--runner 'python infer.py --commands x'", "--runner: of infer.py's arguments an ablation t"),
-        ("--device cpu --runner 'python infer.py --device=cpu'", "--device is given twice: to the abl"),
+        ("--runner 'python infer.py --commands x'", "--runner may give infer.py only --"),
+        ("--device cpu --runner 'python infer.py --device=cpu'", "--device is given twice: here and"),
         ("--runner 'no-such-program infer.py'", "--runner: no-such-program cannot be started: No suc"),
         ("--prom x", "'--prom' is no argument of this command"),
     ],
@@ -269,7 +272,7 @@ REFUSED = {
 }
 STOPPED = {  # by what is read or imported
     "cost_tables.py": [
-        ("file", "file must be a result of benchmark.py batches, and it is none"),
+        ("file", "file must be a result of benchmark.py batches, and it is not one"),
     ],
     "train_demo.py": [
         ("--set num_heads=3", "--set: hidden_size must divide by num_heads"),
@@ -281,13 +284,13 @@ STOPPED = {  # by what is read or imported
     ],
     "benchmark.py": [
         ("--upstream . --shape tiny", "not a checkout of SafeAILab/EAGLE"),
-        ("operations --only missing --device cpu", "--only must be a part of one of tree attention"),
-        ("step --shape tiny --device cpu --batch 4 --slots 3", "--slots 3 has no room for --batch 4"),
+        ("operations --only missing --device cpu", "--only must occur in one of tree attention"),
+        ("step --shape tiny --device cpu --batch 4 --slots 3", "--slots must be at least --batch, got 3 and 4"),
         ("serve --url http://127.0.0.1:9 --num-prompts 1", "no model is served there"),
-        (f"--prompt '{'a b ' * 2000}'", "--prompt must fit the model's 2048 positions with 100 new after it, "),
+        (f"--prompt '{'a b ' * 2000}'", "--prompt and the new tokens must fit into the model's 2048 positions, got "),
     ],
     "integration_test.py": [
-        (f"--prompt '{'a b ' * 2000}'", "--prompt must fit the model's 2048 positions with 100 new aft"),
+        (f"--prompt '{'a b ' * 2000}'", "--prompt and the new tokens must fit into the model's 2048 positions"),
     ],
 }
 WITHOUT_GPU = {
@@ -382,7 +385,7 @@ def test_a_gpu_that_torch_does_not_see(monkeypatch, capsys):
     found = command_line.gpus()
     assert found is None or found >= torch.cuda.device_count()
     monkeypatch.setattr(command_line, "gpus", lambda: None)  # leave it to torch
-    assert "--device must be one that torch sees here" in refuse("benchmark.py --device cuda:99", capsys)
+    assert "--device must be cpu or one of the" in refuse("benchmark.py --device cuda:99", capsys)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is where not even root can write")

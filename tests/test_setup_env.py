@@ -375,8 +375,8 @@ def test_table_names_each_fault_and_what_mends_it(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(environment, "inspect_driver", lambda: {"driver": None, "gpus": [], "error": None})
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert f"not ready yet; `{INSTALL}` mends everything" in out
-    assert out.count("missing") == 2 and "fault" not in out and "to mend" not in out
+    assert f"not ready yet; `{INSTALL}` fixes everything" in out
+    assert out.count("missing") == 2 and "fault" not in out and "to fix" not in out
 
 
 def test_table_names_what_an_installation_does_not_mend(monkeypatch, capsys, tmp_path):
@@ -384,7 +384,7 @@ def test_table_names_what_an_installation_does_not_mend(monkeypatch, capsys, tmp
     monkeypatch.setattr(environment, "inspect_python", lambda python: facts)
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "not ready yet\n" in out and f"to mend accelerate: {INSTALL}" in out and "to mend Python: python3.13" in out
+    assert "not ready yet\n" in out and f"to fix accelerate: {INSTALL}" in out and "to fix Python: python3.13" in out
 
 
 def test_after_an_installation_nothing_is_promised(monkeypatch, capsys, tmp_path):
@@ -392,7 +392,7 @@ def test_after_an_installation_nothing_is_promised(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(environment, "inspect_python", lambda python: machine(packages={"accelerate": None}))
     assert setup_env.main(["--venv", str(tmp_path), "--install"]) == 1
     out = capsys.readouterr().out
-    assert "not usable" in out and f"to mend accelerate: {INSTALL}" in out and "not ready" not in out
+    assert "not usable" in out and f"to fix accelerate: {INSTALL}" in out and "not ready" not in out
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/x"), subprocess.TimeoutExpired("pip", 3)])

@@ -171,7 +171,7 @@ def test_what_is_left_to_sglang_is_reported(monkeypatch):
 def test_unknown_versions_are_refused(monkeypatch, version):
     modules = sglang_stub.install(monkeypatch, version, "cuda")
     before = every(modules)
-    with pytest.raises(PatchError, match=rf"{version}.*0\.5\.13 and 0\.5\.23"):
+    with pytest.raises(PatchError, match=rf"0\.5\.13 or 0\.5\.23 .*, got {version};"):
         patch_sglang()
     assert_untouched(modules, before)
 

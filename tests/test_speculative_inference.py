@@ -350,7 +350,7 @@ def demo():
 
 def test_half_of_a_surrogate_pair_is_no_text(demo):
     demo.generate("x = '🎉'", 1)
-    with pytest.raises(ValueError, match="prompt 1: a prompt must be text, and holds half of a surrogate pair"):
+    with pytest.raises(ValueError, match="prompt 1: a prompt must be text, got a string with half of a surrogate pair"):
         demo.generate(["x", "y = '\ud83c'"], 1)
 
 

@@ -342,7 +342,7 @@ def test_preparing_makes_steps_of_all_sizes_and_is_not_counted(eagle):
         assert torch.equal(torch.random.get_rng_state(), state)
         assert not session.policy.costs._live and not session.policy._seen
         assert session.submit([1, 2, 3], 3) == 0
-        with pytest.raises(RuntimeError, match="prepare: requests are there"):
+        with pytest.raises(RuntimeError, match="prepare: call it before the first request"):
             session.prepare()
         assert len(finish(session)[0].tokens) == 3
     del eagle.engine.step

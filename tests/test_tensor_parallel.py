@@ -168,7 +168,7 @@ def test_the_benchmark_of_a_step_is_printed_once(torchrun):
     options = ["--shape", "tiny", "--decoding", "plain", "--context", "16", "--num-runs", "1", "--json"]
     record = json.loads(torchrun("benchmark.py", "step", *options, "--device", "cpu", TORCHELASTIC_RUN_ID="test"))
     assert [row["variant"] for row in record["rows"]] == ["optimised", "original"]
-    assert any(note.startswith("ranks: 2 share the target") for note in record["notes"])
+    assert any(note.startswith("ranks: 2 ranks share the target") for note in record["notes"])
 
 
 @pytest.mark.slow

@@ -338,7 +338,7 @@ def test_refusals(device, module):
             module.build_tree(*arguments)
     log_probs, tokens, rows = (part.to(device) for part in lattice(2, 2, 2, 3))
     for arguments, message in (
-        ((root, log_probs, tokens, 14, rows), "13 drafts need as many paths, 2 levels of 3 give 12"),
+        ((root, log_probs, tokens, 14, rows), "nodes=14 needs at least 13 paths; 2 levels of 3 give 12"),
         ((root, log_probs, tokens, 1, rows), "nodes must be at least 2"),
         ((root, log_probs, tokens, 5), "with 2 rows in a level, rows must be given"),
         ((root, log_probs.double(), tokens, 5, rows), "log_probs must be"),

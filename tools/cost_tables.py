@@ -41,7 +41,7 @@ def read(path: Path) -> CostTable:
         rows = [row for row in record["rows"] if row["variant"] == "tree"]
         known = record["options"]["shape"] in SHAPES
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} must be a result of benchmark.py batches, and it is none: {error!r}") from error
+        raise ValueError(f"{path} must be a result of benchmark.py batches, and it is not one: {error!r}") from error
     if not rows or not known:
         raise ValueError(f"{path}: no trees of a known shape were timed; benchmark.py batches --shape ... does")
     context = min(row["context"] for row in rows)

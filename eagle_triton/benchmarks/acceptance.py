@@ -1,7 +1,7 @@
 """Replaces verification's result by a fixed mean number of accepted drafts. For timing only: the tokens mean nothing.
 
 The verification still runs, at its usual cost. Then its path is replaced by the first drafts of the tree's deepest
-path: step t accepts floor((t + 1) * mean) - floor(t * mean) drafts, or as many as there are.
+path: step t accepts floor((t + 1) * mean) - floor(t * mean) drafts, or all that there are.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fix_acceptance(operations: Operations, mean: float) -> Operations:
 
 
 def scheduled_path(parents: Tensor, depth: int, step: Tensor, mean: float) -> tuple[Tensor, Tensor]:
-    """The first drafts on the path to the first of the deepest nodes, as many as the schedule says.
+    """The first drafts on the path to the first of the deepest nodes; the schedule says how many.
 
     parents [B, N] int32; step [B] int64: steps so far, which this increases by one. Returns path [B, D + 1] int32 and
     accepted [B] int32 like verify_greedy. One launch, because every launch adds to the step's time.

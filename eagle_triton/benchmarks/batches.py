@@ -46,10 +46,10 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             auto["speedup"] = auto["tokens_per_second"] / plain["tokens_per_second"]
             rows += [*trees, plain, auto]
             if auto["speedup"] < 1:
-                notes.append(f"batch {batch}, context {context}: speculation cost {1 - auto['speedup']:.1%}")
+                notes.append(f"batch {batch}, context {context}: speculation is {1 - auto['speedup']:.1%} slower")
             notes += [f"batch {batch}, context {context}: {line.strip()}" for line in eagle.report().splitlines()[2:]]
     steps = min((sum(row["steps_by_nodes"].values()) for row in rows if row["variant"] != "tree"), default=0)
-    notes += noise(steps, "take more of --num-runs or --max-length")
+    notes += noise(steps, "raise --num-runs or --max-length")
 
 
 def _case(

@@ -51,7 +51,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes += different(found, getattr(torch, args.dtype))
     if "prose" in works:
         notes += _judge(rows)
-    notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
+    notes += noise(min(row["steps"] for row in rows), "raise --num-runs or --max-length")
 
 
 def random_works(model: EaModel, count: int, contexts: Sequence[int]) -> Works:
@@ -95,7 +95,7 @@ def different(found: Found, dtype: torch.dtype) -> list[str]:
         for name, answers in of.items():
             if count := len(differing(answers, of["plain"])):
                 verdict = "FAIL: " if dtype == torch.float32 else ""
-                notes.append(f"{verdict}{kind}, {name}: {count} of {len(answers)} outputs are not plain decoding's")
+                notes.append(f"{verdict}{kind}, {name}: {count} of {len(answers)} outputs differ from plain decoding's")
     return notes
 
 
@@ -108,7 +108,7 @@ def figures(kind: str, found: Mapping[str, Sequence[Answer]]) -> list[dict[str, 
     for name, answers in found.items():
         totals = Totals.of(answers)
         if totals.tau is None or totals.ms_per_step is None:
-            raise ValueError("--max-length must be at least 2: with one token there is no step to measure")
+            raise ValueError(f"{name} took no step: --max-length must be at least 2, and an answer longer than a token")
         rate = totals.tau / totals.ms_per_step * 1e3
         row = {"work": kind, "variant": name, "tau": totals.tau, "ms_per_step": totals.ms_per_step}
         row |= {"tokens_per_second": rate, "speedup": rate / (rows[0]["tokens_per_second"] if rows else rate)}
@@ -122,9 +122,7 @@ def _judge(rows: list[dict[str, Any]]) -> list[str]:
     notes = []
     for kind in dict.fromkeys(row["work"] for row in rows):
         best = max(tau[kind, "head"], tau[kind, "suffix"])
-        short = ", BEHIND ONE ALONE" if tau[kind, "both"] < best - SLACK else ""
+        short = ", FEWER THAN ONE OF THEM ALONE" if tau[kind, "both"] < best - SLACK else ""
         notes.append(f"{kind}: both {tau[kind, 'both'] / tau[kind, 'head']:.2f} x the head's tokens per step{short}")
-    notes.append(
-        f"warm: suffix {tau['warm', 'suffix'] / tau['prose', 'suffix']:.2f} x its tokens per step the first time"
-    )
+    notes.append(f"warm: suffix {tau['warm', 'suffix'] / tau['prose', 'suffix']:.2f} x its tokens per step on prose")
     return notes

@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         rows[:] = [row for kind, answers in found.items() for row in figures(kind, answers)]
     notes += different({kind: found[kind] for kind in works}, getattr(torch, args.dtype))
     notes += _judge(rows)
-    notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
+    notes += noise(min(row["steps"] for row in rows), "raise --num-runs or --max-length")
 
 
 def _demo(args: argparse.Namespace) -> tuple[Any, Any, Works]:
@@ -81,7 +81,7 @@ def _judge(rows: list[dict[str, Any]]) -> list[str]:
         of = {row["variant"]: row for row in rows if row["work"] == kind}
         for name, count in COMPARED.items():
             ratio = of[name]["ms_per_step"] / of[f"{count} drafts"]["ms_per_step"]
-            notes.append(f"{kind}: a step of {name!r} takes {ratio:.3f} x that of {count} drafts")
+            notes.append(f"{kind}: a step of {name!r} takes {ratio:.3f} x the time of one with {count} drafts")
         fixed = max((f"{count} drafts" for count in FIXED), key=lambda name: of[name]["tokens_per_second"])
         chosen = max((name for name in RULES if name not in COMPARED), key=lambda name: of[name]["tokens_per_second"])
         ratio = of[chosen]["tokens_per_second"] / of[fixed]["tokens_per_second"]

@@ -89,7 +89,7 @@ def _notes(args: argparse.Namespace, found: dict[str, list[Run]]) -> list[str]:
             ratio = times[name] / times["optimised"]
             notes.append(f"a step of the optimised model is {ratio:.2f} x as fast as one of {name}")
     steps = min(sum(len(run.lengths) for run in runs) for runs in found.values())
-    return notes + noise(steps, "take more of --num-runs or --max-length")
+    return notes + noise(steps, "raise --num-runs or --max-length")
 
 
 def text(rows: list[dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ import torch
 INTERVAL = 0.005  # seconds between two samples
 INSTALL = 'pip install ".[benchmark]" in a clone of this repository'
 MEMBERS = dict(enumerate(("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")))  # by nvmlValueType_t
-TOO_SHORT = "the replayed steps were over before a sample was taken"
+TOO_SHORT = "the replayed steps ended before a sample was taken"
 
 
 def find_gpu(device: torch.device) -> tuple[Any, Any]:
@@ -41,7 +41,7 @@ def read_power(nvml: Any, gpu: Any) -> float:
         raise nvml.NVMLError(field.nvmlReturn)
     member = MEMBERS.get(field.valueType, "")
     if not hasattr(field.value, member):
-        raise ValueError(f"the power is of the unknown value type {field.valueType}")
+        raise ValueError(f"the power has the value type {field.valueType}, which is not known here")
     return getattr(field.value, member) / 1000  # of mW
 
 

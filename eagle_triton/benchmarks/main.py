@@ -72,7 +72,7 @@ def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     if args.mode != "step" or args.upstream or args.target_weights:
-        parser.stop("under torchrun only the mode step runs, without --upstream and --target-weights")
+        parser.stop("torchrun must come with the mode step, and without --upstream and --target-weights")
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
@@ -132,7 +132,7 @@ def _parse(argv: list[str], program: str = "benchmark.py") -> tuple[Parser, argp
 def _parser(name: str, named: bool, program: str) -> Parser:
     """The parser of a mode. It knows the options of the other modes, so that errors can name the right one."""
     mode = MODES[name]
-    elsewhere = dict.fromkeys(MODES, "is a mode and must come first")
+    elsewhere = dict.fromkeys(MODES, "is a mode: it must be the first argument")
     for option in OPTIONS:
         readers = ", ".join(name for name, mode in MODES.items() if option in mode.options)
         elsewhere[option] = f"is not read here, but by {readers}"
@@ -159,7 +159,7 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"--draft-weights is not read by --decoding {' '.join(args.decoding)}, which drafts nothing")
     if args.mode == "step" and "grammar" in args.decoding:
         if args.accept_length is not None:
-            parser.error("--accept-length accepts drafts that a grammar forbids: not with --decoding grammar")
+            parser.error("--accept-length must come without --decoding grammar: it accepts what a grammar forbids")
         _check_installed(parser, "llguidance", "grammar")
     if args.mode == "questions":
         _check_questions(parser, args)

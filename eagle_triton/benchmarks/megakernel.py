@@ -80,4 +80,4 @@ def _same(step: Callable[[MegakernelStep | None], Tensor], state: DecodeState, m
         for place, before in zip((*state.tree, state.lengths, state.tokens, state.active), saved, strict=True):
             place.copy_(before)
     if not all(map(torch.equal, *trees)):
-        raise ValueError("the megakernel's tree differs from that of the separate kernels: nothing is timed")
+        raise ValueError("the megakernel's tree differs from the separate kernels' tree: nothing is timed")

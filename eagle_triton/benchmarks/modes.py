@@ -99,7 +99,7 @@ def _names(choices: Iterable[str], told: str, default: Any = None, **more: Any) 
 
 
 def _several(choices: Sequence[str], told: str, default: Any = None) -> dict[str, Any]:
-    return _names(choices, f"of {', '.join(choices)} {told}", default, nargs="+", metavar="NAME")
+    return _names(choices, f"one or more of {', '.join(choices)} {told}", default, nargs="+", metavar="NAME")
 
 
 def _switch(told: str) -> dict[str, Any]:
@@ -126,22 +126,22 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--context": _value("N[,N...]", sizes(), "random prompts of N tokens, within its positions", []),
     "--batch": _value("B[,B...]", sizes(MAX_SEQUENCES), "sequences at the same time"),
     "--slots": _value(
-        "N[,N...]", sizes(MAX_SEQUENCES), "places for sequences; --batch of them are taken (default: as many)", []),
+        "N[,N...]", sizes(MAX_SEQUENCES), "places for sequences; --batch of them are in use (default: --batch)", []),
     "--only": _value("TEXT", some_text, "operations with TEXT in their name (default: all)"),
     "--questions": _value(
-        "FILE.jsonl", existing_file, "a line for each question: question_id, category, turns (default: those of this "
-        "package, for the demo)"),
+        "FILE.jsonl", existing_file, "a line for each question: question_id, category, turns (default: this "
+        "package's own, for the demo)"),
     "--category": _value("NAME", str, "only questions of these categories (default: all)", nargs="+"),
     "--block-drafter": _value(
-        "PATH_OR_ID", model, "of block and block_tree (default: demo-block for the demo, else none)"),
-    "--drafters": _several(DRAFTERS, "(default: all that have models; plain is always measured, and first)"),
+        "PATH_OR_ID", model, "for block and block_tree: directory or hub id (default: demo-block for the demo)"),
+    "--drafters": _several(DRAFTERS, "(default: all that have models; plain is always measured first)"),
     "--nodes": _value(
         "N[,N...]", sizes(MAX_SEQUENCES, 2), "sizes of trees, root included (default: the head's own, 60 of a block "
         "drafter)"),
     "--temperatures": _value("T[,T...]", numbers(0, 100), "default: 0, greedy", [0.0]),
     "--results": _value(
-        "FILE.jsonl", output_file(), "keep finished configurations there; the same command then continues after the "
-        "last one"),
+        "FILE.jsonl", output_file(), "write each finished configuration there; the same command then continues after "
+        "the last one"),
     "--answers": _value(
         "DIR", output_directory, "write SafeAILab/EAGLE's answer files there, one for each configuration, and SGLang's "
         "records"),
@@ -151,24 +151,24 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
         "R[,R...]", numbers(0.001, 1e6), "open loop: requests a second, at random times (a Poisson process)", []),
     "--max-concurrency": _value("N[,N...]", sizes(4096), "closed loop: clients that send one request after another"),
     "--num-prompts": _value("N", whole(), "requests of each load"),
-    "--input-len": _value("N | N-M", span, "tokens of prompts, M: evenly spread up to it"),
-    "--output-len": _value("N | N-M", span, "tokens of answers, in the same way"),
+    "--input-len": _value("N | N-M", span, "tokens of a prompt; N-M: drawn evenly from N to M"),
+    "--output-len": _value("N | N-M", span, "tokens of an answer, in the same way"),
     "--goodput": _value(
         "NAME:MS", limit, "count requests within these ms: to the first token (ttft), per token (tpot), in all (e2el)",
         [], nargs="+"),
-    "--seed": _value("N", whole(0), "of prompts, lengths and times (default: 0)", 0),
+    "--seed": _value("N", whole(0), "seed of prompts, lengths and times (default: 0)", 0),
     "--no-speculation": _switch("start the server without drafts"),
-    "--max-num-seqs": _value("N", whole(most=256), "requests that it runs at the same time (default: 64)"),
+    "--max-num-seqs": _value("N", whole(most=256), "requests that the server runs at the same time (default: 64)"),
     "--result-dir": _value("DIR", output_directory, "write each load there, like `vllm bench serve`"),
     "--max-length": _value("N", whole(), "new tokens per prompt (default: 100)", 100),
-    "--num-runs": _value("N", whole(most=MAX_RUNS), "prompts, or repetitions (default: 5)", 5),
+    "--num-runs": _value("N", whole(most=MAX_RUNS), "prompts, or repeated measurements (default: 5)", 5),
     "--temperature": _value("T", number(0, 100), "default: 0, greedy", 0.0),
     "--accept-length": _value("X", number(0, 999), "for timing only: always accept X drafts per step"),
     "--upstream": _value("DIR", existing_directory, "a checkout of SafeAILab/EAGLE to time as well"),
     "--target-weights": _names(
-        TARGETS, "projections of the target: FP8 with scales for blocks, int4 like compressed-tensors, nf4 like "
-        "bitsandbytes, with nested scales; mxfp4: experts of gpt-oss as published"),
-    "--draft-weights": _names(("fp8", "int4"), "projections of the head, like draft_dtype"),
+        TARGETS, "format of the target's projections: FP8 with scales for blocks, int4 like compressed-tensors, nf4 "
+        "like bitsandbytes, with nested scales; mxfp4: experts of gpt-oss as published"),
+    "--draft-weights": _names(("fp8", "int4"), "format of the head's projections, like draft_dtype"),
     "--dtype": _names(DTYPES, "default: float32; bfloat16 on a GPU for random weights and operations"),
     "--device": _value("NAME", device, "cpu, cuda or cuda:N (default: a GPU if there is one)"),
     "--json": _switch("print JSON instead of the table"),

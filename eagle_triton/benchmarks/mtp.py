@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     beside = sum(bytes_of(cache) for cache in caches if isinstance(cache, GatedDeltaCache))
     notes.append(f"states and windows: {beside / 2**20:.1f} MiB a slot")
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
-    notes += noise(STEPS[view.device.type] * args.num_runs, "take more of --num-runs")
+    notes += noise(STEPS[view.device.type] * args.num_runs, "raise --num-runs")
 
 
 def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[str, Any]], notes: list[str]) -> None:

@@ -39,12 +39,12 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     cuda = device.type == "cuda"
     operations = make_operations(kernels=cuda)
     if not cuda:
-        notes.append("ON A CPU: REFERENCES AT TOY SIZES, THE TIMES SAY NOTHING ABOUT THE KERNELS")
+        notes.append("ON A CPU: REFERENCES ON SMALL TENSORS; THE TIMES SAY NOTHING ABOUT THE KERNELS")
     cases = list(all_cases(operations, LLAMA_8B if cuda else TOY, device, getattr(torch, args.dtype)))
     names = [case.name for case in cases]
     cases = [case for case in cases if args.only is None or args.only in case.name]
     if not cases:
-        raise ValueError(f"--only must be a part of one of {', '.join(names)}, got {args.only!r}")
+        raise ValueError(f"--only must occur in one of {', '.join(names)}, got {args.only!r}")
     if not cuda:
         cases = [replace(case, target_us=None, least_speedup=None) for case in cases]
     with torch.no_grad(), progress(args, cases, "operations") as bar:

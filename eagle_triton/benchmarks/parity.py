@@ -17,8 +17,8 @@ MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.05}
 weights, for up to BOUND_LAYERS layers; for more see margin_bound.
 
 bfloat16 on an H200, random weights of Llama-3.1-8B's shape, 16 prompts of 512 tokens: transformers' logits are 0.086
-(std) off those of the same weights in fp32. Of 384 greedy choices, 56 of ours were not the best of fp32, by at most
-0.34; of transformers' own 57, by at most 0.31. Prompts gave the same tokens together and alone.
+(std) off its logits with the same weights in fp32. Of 384 greedy choices, 56 of ours were not the best of fp32, by at
+most 0.34; of transformers' own 57, by at most 0.31. Prompts gave the same tokens together and alone.
 """
 BOUND_LAYERS = 32
 MIN_BEST = 0.25  # share of greedy choices that must be the best: rounding decides now and then, not nearly always
@@ -43,7 +43,7 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
     twice.
     """
     if not prompt_length < len(sequence):
-        raise ValueError(f"parity: no token was generated after the {prompt_length} of the prompt; nothing is timed")
+        raise ValueError(f"parity: no token was generated after the prompt's {prompt_length} tokens; nothing is timed")
     logits, chosen = _logits(target, sequence, prompt_length), sequence[prompt_length:, None]
     if not logits.isfinite().all():
         raise ValueError("parity: the target's own logits are not finite; nothing is timed")
@@ -60,7 +60,7 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
     else:
         probs = (logits / sampling.temperature).softmax(-1)
         excess = torch.where(probs > probs.gather(1, chosen), probs, 0.0).sum(-1) - sampling.top_p
-        bound, what = MASS_BOUND, "it lies {:.3g} outside the nucleus"
+        bound, what = MASS_BOUND, "it lies outside the nucleus by a probability of {:.3g}"
     worst = int(excess.argmax())
     judged = float(excess.clamp(min=0).mean() if flips else excess[worst])
     if not judged < bound:
@@ -77,7 +77,7 @@ def _logits(target: Any, sequence: Tensor, prompt_length: int) -> Tensor:
 
 
 def _shortfall(logits: Tensor, chosen: Tensor) -> Tensor:
-    """The differences of the best logits and those of tokens [n, 1], from logits [n, V]."""
+    """The best logit less the logit of each token [n, 1], from logits [n, V]."""
     return logits.amax(-1) - logits.gather(1, chosen)[:, 0]
 
 

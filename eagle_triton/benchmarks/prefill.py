@@ -146,7 +146,7 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
 
 
 def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
-    """Many sampled requests with few tokens, as many at the same time as there are slots."""
+    """Many sampled requests with few tokens, one in each slot at a time."""
     count, slots = SHORT[engine.device.type]
     times = []
     for run in range(runs + WARM_UPS):

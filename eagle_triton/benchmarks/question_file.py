@@ -58,7 +58,7 @@ def of_categories(questions: Sequence[Question], names: Sequence[str]) -> list[Q
     known = list(dict.fromkeys(question.category for question in questions))
     for name in names:
         if name not in known:
-            raise ValueError(f"must be of {', '.join(known)}, got {name!r}")
+            raise ValueError(f"must be one of {', '.join(known)}, got {name!r}")
     return [question for question in questions if question.category in names]
 
 
@@ -71,7 +71,7 @@ def _question(value: Any) -> Question:
     if not isinstance(value, dict):
         raise ValueError(f"must be an object, got {type(value).__name__}")
     if missing := [key for key in Question._fields if key not in value]:
-        raise ValueError(f"{' and '.join(missing)} missing")
+        raise ValueError(f"must have {' and '.join(missing)}")
     name, category, turns = (value[key] for key in Question._fields)
     if isinstance(name, bool) or not isinstance(name, int | str) or name == "":
         raise ValueError(f"question_id must be a whole number or a text, got {name!r:.60}")

@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         raise
     finally:
         bar.close()
-    notes += noise(min(row["steps"] for row in rows), "take more questions or --max-length")
+    notes += noise(min(row["steps"] for row in rows), "take more questions or raise --max-length")
 
 
 def check_room(questions: Sequence[Question], target: Target, new: int) -> int:
@@ -154,7 +154,7 @@ def _turns(
     for number, turn in enumerate(question.turns):
         place, prompt = f"question {question.question_id}, turn {number + 1}", talk.ids(turn, session.tokenizer)
         if len(prompt) + new > session.rows:
-            raise ValueError(f"{place}: {len(prompt)} tokens and {new} new do not fit into {session.rows}")
+            raise ValueError(f"{place}: {len(prompt)} + {new} tokens do not fit into {session.rows} rows")
         sampling = {"temperature": part.temperature, **({"seed": seed + number} if part.temperature else {})}
         try:
             answer = ask(session, target.causal_lm.device, part.variant, prompt, new, sampling)
@@ -182,9 +182,9 @@ def differences(
             firsts[question.question_id] = found[0]
     if not firsts:
         return []
-    told = f"{part.name}: {len(firsts)} of {len(questions)} answers are not plain decoding's"
+    told = f"{part.name}: {len(firsts)} of {len(questions)} answers differ from plain decoding's"
     if target.causal_lm.dtype == torch.float32:
-        return [f"FAIL: {told}, the first that of question {next(iter(firsts))}"]
+        return [f"FAIL: {told}; the first is of question {next(iter(firsts))}"]
     if part.temperature:
         return [told]
     for name, place in firsts.items():

@@ -139,19 +139,19 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             originals["SafeAILab"] = models.safeailab_model(module, model)
         theirs = [decoding for decoding in decodings if decoding in ORIGINALS]
         if originals and len(theirs) < len(decodings):
-            notes.append(f"{' and '.join(originals)}: only {', '.join(ORIGINALS)}, over the head's own tree")
+            notes.append(f"{' and '.join(originals)}: timed only for {', '.join(ORIGINALS)}, with the head's own tree")
         for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, max(contexts) + 1024))
     found = (engine_for(decoding)[0].notes.items() for decoding in decodings)
     notes += dict.fromkeys(f"{path}: {reason}" for path, reason in itertools.chain.from_iterable(found))
-    notes += noise(STEPS[device.type] * args.num_runs, "take more of --num-runs")
+    notes += noise(STEPS[device.type] * args.num_runs, "raise --num-runs")
 
 
 def slots_of(args: argparse.Namespace) -> Sequence[int | None]:
     """The values of --slots; None: one per sequence. Raises ValueError if the sequences have no room."""
     if args.slots and min(args.slots) < max(args.batch or [1]):
-        raise ValueError(f"--slots {min(args.slots)} has no room for --batch {max(args.batch)}")
+        raise ValueError(f"--slots must be at least --batch, got {min(args.slots)} and {max(args.batch)}")
     return args.slots or [None]
 
 

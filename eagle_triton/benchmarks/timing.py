@@ -23,7 +23,7 @@ def noise(steps: int, mend: str) -> list[str]:
     """A note if a figure has too few steps to be repeatable. mend: how to get more."""
     if steps >= MIN_STEPS:
         return []
-    return [f"NOISE: figures of {steps} steps each, and below {MIN_STEPS} another run gives others; {mend}"]
+    return [f"NOISE: figures from {steps} steps; with fewer than {MIN_STEPS}, another run gives other figures; {mend}"]
 
 
 def progress(args: Any, cases: Sequence[Any], what: str) -> Any:

@@ -187,7 +187,7 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
         try:
             command_line.try_to_write_into(path.resolve().parent)
         except OSError as error:
-            parser.error(f"--out and --trace need a directory to write into, and {path} has none: {error.strerror}")
+            parser.error(f"--out and --trace must be in a directory that can be written, got {path}: {error.strerror}")
     known = args.block_drafter is not None or args.target == PAIR
     every = [group for group in GROUPS if known or GROUPS[group].method not in READERS["block_drafter"]]
     args.groups = _words(parser, "--groups", args.groups or every, GROUPS)
@@ -217,7 +217,7 @@ def _words(parser: Parser, option: str, given: list[str], known: Any) -> list[st
     names = [name for words in given for name in words.split(",")]
     for number, name in enumerate(names):
         if name not in known:
-            parser.error(f"{option} must be of {', '.join(known)}, got {name!r}")
+            parser.error(f"{option} must be one or more of {', '.join(known)}, got {name!r}")
         if name in names[:number]:
             parser.error(f"{option}: {name} is given twice")
     return names
@@ -256,7 +256,7 @@ def _parser(program: str) -> Parser:
     parser = Parser(program, (__doc__ or "").replace(PROGRAM, program))
     add: Callable[..., Any] = parser.add_argument
     whole, file = command_line.whole, command_line.output_file
-    add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all with models)")
+    add("--groups", nargs="+", metavar="NAME", help=f"one or more of {', '.join(GROUPS)} (default: all with models)")
     add("--prompts", type=whole(most=MAX_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
     add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of your own; may be given repeatedly")
     add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")
@@ -296,9 +296,9 @@ def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> NoReturn:
     here = {word.partition("=")[0] for word in rest}
     for name in (word.partition("=")[0] for word in given if word.startswith("-")):
         if name not in OF_THE_RUNNER:
-            parser.error(f"--runner: of infer.py's arguments an ablation takes {', '.join(OF_THE_RUNNER)}, got {name}")
+            parser.error(f"--runner may give infer.py only {', '.join(OF_THE_RUNNER)}, got {name}")
         if name in here:
-            parser.error(f"{name} is given twice: to the ablation and in --runner")
+            parser.error(f"{name} is given twice: here and in --runner")
     command = [*start, *MODULE, *given, *rest]
     folder = str(PurePath(words[place]).parent)
     environment = dict(os.environ)

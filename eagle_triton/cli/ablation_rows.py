@@ -121,7 +121,7 @@ class Results:
     def __init__(
         self, path: Path, trace: Path | None, conditions: Conditions, groups: Iterable[str], overwrite: bool = False
     ) -> None:
-        """Read the results next to `path`, and check that those of `groups` were measured under these conditions.
+        """Read the results next to `path`, and check that the rows of `groups` were measured under these conditions.
 
         Writes nothing. Raises ValueError for other conditions and for files of another kind; OSError for an unreadable
         file.
@@ -136,8 +136,8 @@ class Results:
                 raise ValueError(f"{file} is not a CSV of an ablation: name another file, or use --overwrite")
         if not overwrite and path.exists() and path.stat().st_size and not kept.exists():
             raise ValueError(
-                f"{path} cannot continue: {kept.name} with its results is not beside it. Name another file, or use "
-                "--overwrite"
+                f"{path} cannot be continued without its results, {kept.name}, which are not beside it. Name another "
+                "file, or use --overwrite"
             )
         self.file = ResultFile(kept, "ablation", self._common, overwrite)
         for name, result in self.file.found.items():

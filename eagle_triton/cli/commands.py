@@ -199,7 +199,7 @@ def _answering(state: State) -> str:
 def _set_method(state: State, arguments: list[str]) -> State:
     if not arguments or arguments[0].lower() not in METHODS:
         got = repr(arguments[0]) if arguments else "none"
-        raise ValueError(f"takes one of {', '.join(METHODS)}, and perhaps on or off, got {got}")
+        raise ValueError(f"takes one of {', '.join(METHODS)}, then on, off or nothing, got {got}")
     return _mode(arguments[0].lower(), "").change(state, arguments[1:])
 
 
@@ -227,13 +227,13 @@ def _cache_meaning(state: State) -> str:
     if state.settings.cache:
         return "keys and values are kept"
     engine = f"{', '.join(ON_ENGINE[:-1])} and {ON_ENGINE[-1]}"
-    return f"models read the whole text again for each token, with their own forward; {engine} cannot"
+    return f"models read the whole text again for each token, with their own forward; {engine} need the cache"
 
 
 def _reset_meaning(state: State) -> str:
     if state.settings.reset_in_between:
         return "each answer counts n-grams from the start"
-    return "n-grams and outputs of former answers are kept"
+    return "n-grams and outputs of earlier answers are kept"
 
 
 _ALL = [

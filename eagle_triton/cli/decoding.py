@@ -115,7 +115,7 @@ class Decoder:
     def tokenizer(self) -> Any:
         """The target's tokenizer. Raises ValueError if it has none."""
         if self._plain.tokenizer is None:
-            raise ValueError(f"target {self._target_given!s:.60}: there is no tokenizer beside it")
+            raise ValueError(f"target {self._target_given!s:.60}: no tokenizer was saved with it")
         return self._plain.tokenizer
 
     @cached_property
@@ -159,7 +159,7 @@ class Decoder:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if not settings.cache and method in ON_ENGINE:
-            why = "only the engine has it, which always keeps a cache"
+            why = "only the engine runs it, and the engine always keeps a cache"
             raise ValueError(f"cache must be on for method {method}: {why}")
         if _why_own_forward(method, settings) is None:
             self._engine(method, settings)

@@ -1,4 +1,4 @@
-"""Inspects a machine: what it has for eagle_triton, what is missing, and the command that mends each fault.
+"""Inspects a machine: what it has for eagle_triton, what is missing, and the command that fixes each fault.
 
 `eagle-triton check` prints it. setup_env.py loads this file by its path, before anything is installed, so it uses only
 the standard library and nothing of the package.
@@ -181,7 +181,7 @@ def last_line(text: str) -> str:
 
 
 def check(facts: dict[str, Any]) -> list[Check]:
-    """Judge the facts of inspect_python() and, under "nvidia", those of inspect_driver()."""
+    """Judge the facts of inspect_python() and, under "nvidia", of inspect_driver()."""
     packages = facts["packages"]
     return [
         check_python(facts["python"]),
@@ -250,7 +250,7 @@ def cuda_major(text: str) -> int:
 def check_triton(facts: dict[str, Any]) -> Check:
     version, asked = facts["packages"][TRITON], facts["triton"]["asked"]
     if version is None and (sys.platform, platform.machine()) not in TRITON_PLATFORMS:
-        return Check(TRITON, "none", "note", "not published for this platform; the CPU path does without")
+        return Check(TRITON, "none", "note", "not published for this platform; the CPU path does not need it")
     row = check_package(TRITON, version)
     if row.status == "fault" or version is None:
         return row
@@ -405,11 +405,11 @@ def table(result: dict[str, Any], installed: bool = False) -> str:
     if result["usable"]:
         verdict = "usable" if result["device"] == "cuda" else "usable, on the CPU only"
     elif faults == {INSTALL} and not installed:
-        verdict = f"not ready yet; `{INSTALL}` mends everything"
+        verdict = f"not ready yet; `{INSTALL}` fixes everything"
         rows = [row for row in rows if row.mend != INSTALL]
     else:
         verdict = "not usable" if installed else "not ready yet"
     lines += ["", verdict]
     for mend in dict.fromkeys(row.mend for row in rows if row.mend):
-        lines.append(f"  to mend {', '.join(row.name for row in rows if row.mend == mend)}: {mend}")
+        lines.append(f"  to fix {', '.join(row.name for row in rows if row.mend == mend)}: {mend}")
     return "\n".join(lines) + "\n"

@@ -68,12 +68,12 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
         ("--depth", 1, None, "beam passes after the first, of a tree or a chain (default: the head's)"),
         ("--top-k", 1, None, "beam width of a tree (default: the head's)"),
         ("--num-speculative-tokens", 1, None, "drafts per step in vLLM (default: the tree's levels)"),
-        ("--tensor-parallel-size", 1, 1, "GPUs of the engine (default: 1)"),
+        ("--tensor-parallel-size", 1, 1, "GPUs that the engine runs on (default: 1)"),
     ):
         add(option, type=whole(least, 1024), default=default, metavar="N", help=told)
     add("--check", action="store_true", help="read it back, and compare its drafts for 32 prompts")
-    add("--device", type=command_line.device, metavar="NAME", help="of --check: cpu, cuda or cuda:N (default: cpu)")
-    add("--dtype", choices=command_line.DTYPES, help="of --check (default: float32)")
+    add("--device", type=command_line.device, metavar="NAME", help="for --check: cpu, cuda or cuda:N (default: cpu)")
+    add("--dtype", choices=command_line.DTYPES, help="for --check (default: float32)")
     add("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(argv)
     if args.target is None and not command_line.holds_target(args.head):

@@ -1,4 +1,4 @@
-"""The figures of an answer in one line, and those of all answers of each method in a table."""
+"""The figures of one answer in a line, and of all answers of each method in a table."""
 
 from __future__ import annotations
 

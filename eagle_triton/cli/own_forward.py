@@ -67,7 +67,7 @@ class OwnForward:
         counts.finished = "stop" if text.ended else "length"
 
     def _ngram_storage(self, settings: Settings, vocabulary: int) -> INgramStorage:
-        """The storage of former answers: emptied if the settings say so, and replaced if they name another."""
+        """The storage of earlier answers: emptied if the settings say so, and replaced if they name another."""
         options = (settings.ngram_storage, settings.ngram_n)
         if self._storage is None or self._storage[0] != options:
             kind = NGramStorage if settings.ngram_storage == "basic" else OneLevelNGramStorage

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton quantize") 
     add("--to", choices=("fp8", "int4"), required=True, help="format of the projections")
     add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a new directory")
     add("--text", type=command_line.existing_file, metavar="FILE", help="also print the loss on its first 1,024 tokens")
-    add("--device", type=command_line.device, metavar="NAME", help="of --text: cpu, cuda or cuda:N (default: cpu)")
+    add("--device", type=command_line.device, metavar="NAME", help="for --text: cpu, cuda or cuda:N (default: cpu)")
     add("--json", action="store_true", help="print what was written as JSON")
     args = parser.parse_args(argv)
     if args.device is not None and args.text is None:

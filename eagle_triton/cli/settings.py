@@ -92,7 +92,7 @@ class Settings:
 
     egag_ema, egag_scale and egag_mode are `ema_beta`, `scale` and `mode` of `EGAGConfig`. Sampling applies temperature,
     then top-k, then top-p. The likeliest token is chosen by greedy, and by the other processors at temperature 0.
-    cache: False: models read the whole text for each token. reset_in_between: forget n-grams and former outputs before
+    cache: False: models read the whole text for each token. reset_in_between: forget n-grams and earlier outputs before
     each answer.
     """
 
@@ -102,7 +102,7 @@ class Settings:
     egag: bool = _setting(False, bool, "draft less if the drafter is unsure", _DRAFTER)
     egag_gamma_min: int = _setting(1, int, "fewest drafts with egag", _DRAFTER, most=MAX_DRAFTS)
     egag_gamma_max: int | None = _setting(None, int, "most drafts with egag", _DRAFTER, most=MAX_DRAFTS,
-        none="that of gamma")
+        none="as gamma")
     egag_ema: float = _setting(0.0, float, "weight of earlier entropies, at least 0 and below 1", _DRAFTER,
         expected="at least 0 and below 1", holds=lambda beta: 0 <= beta < 1)
     egag_scale: float | None = _setting(None, float, "entropy that counts as 1, in nats", _DRAFTER,
@@ -110,11 +110,11 @@ class Settings:
     egag_mode: str = _setting("gamma", str, "decide per step, or per draft", _DRAFTER, choices=("gamma", "stop"))
     cache: bool = _setting(True, bool, "keep keys and values")
     top_k_filler: int = _setting(3, int, "likeliest tokens to count after each context", _NGRAM)
-    filler_weight: float = _setting(1.0, float, "how often each of them counts", _NGRAM,
+    filler_weight: float = _setting(1.0, float, "how often each of these tokens counts", _NGRAM,
         expected="at least 0", holds=lambda weight: weight >= 0)
     ngram_storage: str = _setting("basic", str, "contexts to count", _NGRAM, choices=STORAGES)
     ngram_n: int = _setting(3, int, "most tokens of an n-gram", _NGRAM, least=2)
-    reset_in_between: bool = _setting(True, bool, "forget former answers before each")
+    reset_in_between: bool = _setting(True, bool, "forget earlier answers before each")
     processor: str = _setting("greedy", str, "how to choose a token", choices=tuple(PROCESSORS))
     temperature: float = _setting(1.0, float, "0: greedy",
         expected="at least 0", holds=lambda temperature: temperature >= 0)

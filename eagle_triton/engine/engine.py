@@ -131,11 +131,11 @@ class Engine:
         self.clear()
 
     def _note_kernel_error(self, operation: str, error: KernelError) -> None:
-        """Log once that a slower twin replaces a kernel, because the kernel does not compile."""
+        """Log once that a slower fallback replaces a kernel, because the kernel does not compile."""
         path = f"kernels of {operation}"
         if self.notes.get(path) != str(error):
-            log.warning("%s runs a slower twin of its kernel: %s; %s", operation, error, KERNEL_REMEDY)
-        self.notes[path] = f"a slower twin runs: {error}"
+            log.warning("%s runs a slower fallback of its kernel: %s; %s", operation, error, KERNEL_REMEDY)
+        self.notes[path] = f"a slower fallback runs: {error}"
 
     def _prepare_ranks(self) -> None:
         """Turn off options that depend on a measurement or on free memory, because ranks could decide differently. On
@@ -149,7 +149,7 @@ class Engine:
         ranks.engines += 1
         self.number = ranks.engines
         self.notes["ranks"] = (
-            f"{ranks.size} share the target; the megakernel is not used, and long prompts are read like others"
+            f"{ranks.size} ranks share the target; the megakernel is not used, and long prompts are read like others"
         )
         if self.ops.kernels and self.device.type == "cuda":
             ranks.open_memory(self.view.hidden_size, self.device)
@@ -215,7 +215,7 @@ class Engine:
             return False
         if change := self.watch.change():
             raise RuntimeError(
-                f"{change}; the engine had read the model before that: undo it, or restore the model and optimise it "
+                f"{change}, after the engine had read the model: undo this, or restore the model and optimise it "
                 "again (EAGLEInference: make a new one; docs/limits.md#weights)"
             )
         called_state = self.watch.called_state()
@@ -236,7 +236,7 @@ class Engine:
     def _cache_moved(self) -> None:
         self._forget_graphs()
         if self.pool.limit is None and self.device.type == "cuda":
-            self.notes["cache"] = "moves when it grows, and graphs are captured again: its memory cannot be mapped here"
+            self.notes["cache"] = "moves when it grows, and then captures graphs again: memory cannot be mapped here"
 
     def _forget_graphs(self) -> None:
         self._steps, self._compiled = {}, set()
@@ -266,8 +266,8 @@ class Engine:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Inside the block, launch on the model's device after all earlier launches on any stream: also those of the
-        engines beside this one, and of all engines of the same ranks."""
+        """Inside the block, launch on the model's device after all earlier launches on any stream, also by the engines
+        beside this one and by all engines of the same ranks."""
         if self.device.type != "cuda":
             yield
             return
@@ -433,7 +433,7 @@ class Engine:
                 with state.unchanged(), compiled_ahead() as failed:
                     launch_all()
                 if not failed:
-                    break  # otherwise try again, with twins of kernels that do not compile here
+                    break  # otherwise try again, with fallbacks of kernels that do not compile here
         except Exception as error:  # the launch or the step itself will raise it again
             if self.view.ranks is not None:  # the other ranks are in the middle of an exchange
                 raise
@@ -553,12 +553,12 @@ class Engine:
 
     def give_up_one_launch(self) -> None:
         """Run separate kernels from now on. A step with the target's layers in one launch gave NaN, which can mean that
-        one of its programs waited in vain for another."""
+        one of its programs waited too long for another."""
         if self.view.one_launch is not None and self.view.one_launch.compiles:
             self.ops.one_launch = False
             self.notes["one_launch"] = (
-                "given up: a step gave NaN, as it does where a program waits in vain for another one; separate kernels "
-                "run from now on"
+                "given up: a step gave NaN, perhaps because a program of the launch waited too long for another; "
+                "separate kernels run from now on"
             )
 
     def _megakernel_step(self, state: DecodeState) -> MegakernelStep | None:

@@ -52,21 +52,21 @@ class Grammar:
         if not isinstance(self.around, str | None):
             raise TypeError(f"grammar: around must be a string or None, got {self.around!r:.60}")
         if self.whitespace and self.syntax != "json_schema":
-            raise ValueError(f"grammar: whitespace is about JSON, and a {self.syntax} says itself where it may stand")
+            raise ValueError(f"grammar: whitespace is for JSON: a {self.syntax} itself says where blanks may be")
 
     @staticmethod
     def json_schema(schema: Mapping[str, Any] | bool | str, whitespace: bool = False) -> Grammar:
         """JSON that fits a schema; the schema is a mapping or JSON. Properties come in the schema's order.
 
         whitespace: let the target choose spaces and line ends between the parts of the JSON; otherwise one space
-        follows each comma and colon, as json.dumps writes it. Raises ValueError for a string that is no JSON and for
-        false, which allows no value, TypeError for values that JSON does not have.
+        follows each comma and colon, as json.dumps writes it. Raises ValueError for a string that is not JSON and for
+        false, which allows no value; TypeError for values that JSON does not have.
         """
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"grammar: the JSON schema is no JSON: {error}") from None
+                raise ValueError(f"grammar: the schema is not JSON: {error}") from None
         if schema is False:
             raise ValueError("grammar: the JSON schema false allows no value: use true or an object")
         if not (isinstance(schema, Mapping) or schema is True):
@@ -75,7 +75,7 @@ class Grammar:
             text = json.dumps({} if schema is True else dict(schema))
             return Grammar("json_schema", text, whitespace)
         except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(f"grammar: the JSON schema holds what JSON cannot: {error}") from error
+            raise TypeError(f"grammar: the schema has a value that JSON cannot have: {error}") from error
 
     @staticmethod
     def json_object(whitespace: bool = False) -> Grammar:

@@ -42,8 +42,8 @@ class Operations:
     """Every operation as an attribute, in plain torch, on any device. `calls` counts the calls.
 
     on_kernel_error: called with the operation's name and the error if a kernel does not compile here. If it returns,
-    the kernel's twin runs from then on: a Triton kernel for a Gluon kernel, the torch reference for a Triton kernel.
-    None: the error is raised.
+    a fallback runs from then on: a Triton kernel for a Gluon kernel, the torch reference for a Triton kernel. None: the
+    error is raised.
     """
 
     kernels: ClassVar[bool] = False
@@ -160,7 +160,7 @@ def choose_operations(device: torch.device, kernels: bool | None, cuda_graph: bo
         )
     cuda_graph = on_gpu and kernels if cuda_graph is None else cuda_graph
     if cuda_graph and not (on_gpu and kernels):
-        raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
+        raise ValueError(f"cuda_graph=True needs a GPU and kernels, got a model on {device} and kernels={kernels}")
     return make_operations(kernels), cuda_graph
 
 

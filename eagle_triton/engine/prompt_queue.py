@@ -52,8 +52,8 @@ class Forward(NamedTuple):
 
 
 class _Reading:
-    """A prompt that was read up to token `start`. pages: those of its first pieces, perhaps shared. alone: it has its
-    own forwards, and is not copied."""
+    """A prompt that was read up to token `start`. pages: of its first pieces, perhaps shared. alone: it has its own
+    forwards, and is not copied."""
 
     def __init__(self, prompt: Tensor, pages: Sequence[int], alone: bool):
         self.prompt, self.pages, self.alone, self.start = prompt, pages, alone, 0
@@ -85,8 +85,8 @@ class PromptQueue:
         pages: Mapping[int, Sequence[int]] | None = None,
         alone: Collection[int] = (),
     ) -> None:
-        """Add prompts [L] int64 by slot, on the host. pages: those of their first full pieces. alone: slots with
-        prompts that are more than their tokens; these have their own forwards."""
+        """Add prompts [L] int64 by slot, on the host. pages: of their first full pieces. alone: slots with prompts that
+        are more than their tokens; these have their own forwards."""
         for slot, prompt in prompts.items():
             twin = None if slot in alone else self._twin(prompt)
             if twin is None:
@@ -96,7 +96,7 @@ class PromptQueue:
                 self._twins[twin].append(slot)
 
     def next(self, most: int | None = None) -> Forward:
-        """The next forward, with at least one piece and about `most` tokens; None: as many as a forward may have.
+        """The next forward, with at least one piece and about `most` tokens; None: the most that a forward may have.
 
         The pieces of a prompt come in order, in one forward or in several: every layer appends its keys before it
         attends. Pieces stay in the queue until `take`.

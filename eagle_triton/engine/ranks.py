@@ -85,8 +85,8 @@ class Ranks:
 
     device_group: exchanges tensors on the device. host_group: exchanges Python objects. meeting_group: waits for ranks
     that enter a call at different times. peers: the memory in which kernels exchange parts, if `open_memory` could open
-    it; otherwise why_no_peers says why not. processes: those of the other ranks on this host. lost: why the ranks can
-    no longer work together; None: they can.
+    it; otherwise why_no_peers says why not. processes: of the other ranks on this host. lost: why the ranks can no
+    longer work together; None: they can.
     """
 
     rank: int
@@ -315,7 +315,7 @@ class Ranks:
         self.meet()
         values = self.all_gather_object(value)
         if others := [rank for rank, other in enumerate(values) if other != values[0]]:
-            raise RanksError(f"{what} must be the same on all ranks: those of ranks {others} differ from rank 0's")
+            raise RanksError(f"{what} must be the same on all ranks: ranks {others} and rank 0 differ")
 
     @_raises_ranks_error
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -327,7 +327,7 @@ class Ranks:
 
 @atexit.register
 def _end_threads() -> None:
-    """End gloo's threads before Python ends, also those of destroyed groups that are still referenced here.
+    """End gloo's threads before Python ends, also the threads of destroyed groups that are still referenced here.
 
     A collective returns before its thread has released the tensors, which needs Python. If Python ends in between,
     torch (2.13) aborts the process ("terminate called without an active exception"). Groups with a thread inside a

@@ -1,7 +1,7 @@
 """The tensors of a decode step. Their addresses never change between steps, so a captured graph can be replayed.
 
-`Sequences` holds the tensors that do not depend on the tree. `DecodeState` adds those of one tree shape. Several states
-may use the same sequences in turn.
+`Sequences` holds the tensors that do not depend on the tree. `DecodeState` adds the tensors of one tree shape. Several
+states may use the same sequences in turn.
 """
 
 from __future__ import annotations
@@ -350,8 +350,8 @@ class DecodeState:
     def unchanged(self) -> Iterator[None]:
         """Steps inside the block do not change any sequence: no sequence is active.
 
-        They still write rows after the committed ones, random counters and trees. Restored are those that matter, but
-        not a draft's rows: a chain's next rows may then be those of another chain, which costs drafts at most.
+        They still write rows after the committed ones, random counters and trees. What matters is restored, except a
+        draft's rows: a chain's next rows may then be another chain's, which costs drafts at most.
         """
         sequences = self.sequences
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]

@@ -327,8 +327,8 @@ def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: 
 
 
 def _keep(kept: Tensor | None, root: Tensor | None, rows: Tensor, path: Tensor) -> None:
-    """Copy the root's values [B, ...] and those of rows [B, D + 1, ...] along a path to `kept` [B, D + 2, ...], and
-    keep the next root's."""
+    """Copy the root's values [B, ...], and the values of rows [B, D + 1, ...] along a path, to `kept` [B, D + 2, ...],
+    and keep the next root's."""
     assert kept is not None and root is not None, "they are allocated before a step that keeps them"
     kept[:, 0] = root
     kept[:, 1:] = rows

@@ -38,7 +38,7 @@ class TreeSpec:
         if self.nodes > 1 and self.top_k < 1 and not self.grafts:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.grafts and self.selected is not None:
-            raise ValueError("a tree with fixed nodes has no place for suffix drafts")
+            raise ValueError(f"suffix_drafts must be 0 with tree_choices (a fixed tree), got {self.grafts}")
         if self.drafts > self.candidates + self.grafts:
             raise ValueError(
                 f"a tree of {self.nodes} nodes needs {self.drafts} candidates, but top_k {self.top_k} and beam widths "
@@ -71,7 +71,7 @@ class TreeSpec:
         """
         paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
         if not paths or not paths[0] or len(set(paths)) < len(paths) or any(min(path) < 0 for path in paths):
-            raise ValueError("tree_choices must be distinct non-empty paths of ranks >= 0")
+            raise ValueError(f"tree_choices must be different, non-empty paths of ranks >= 0, got {paths!r:.60}")
         orphans = [path for path in paths if len(path) > 1 and path[:-1] not in paths]
         if orphans:
             raise ValueError(f"tree_choices: the parent of {list(orphans[0])} is missing")

@@ -87,7 +87,7 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
         raise ExportError(f"to={to!r} does not support block drafters; {' and '.join(NAMES)} do")
     for name in ("total_token", "depth", "top_k"):
         if options[name] is not None:
-            raise ValueError(f"{name}={options[name]} is not read with a block drafter, which is served as a chain")
+            raise ValueError(f"{name}={options[name]} must be left out for a block drafter, which drafts a chain")
     config, engine = drafter.config, NAMES[to]
     if (options["num_speculative_tokens"] or 1) > config.drafts:
         raise ValueError(
@@ -111,8 +111,8 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
             raise ExportError(f"{engine}: the block drafter has {what}, which cannot be exported to it")
     if not (drafter.causal_where_sliding or (to == "vllm" and len(set(config.causal)) == 1)):
         raise ExportError(
-            f"{engine}: causal={config.causal} with windows={config.windows} is not supported: its layers are causal "
-            f"if they have a sliding window{', unless all are alike' if to == 'vllm' else '; vLLM runs it if all are'}"
+            f"{engine}: causal={config.causal} with windows={config.windows} is not supported: causal must be True "
+            f"exactly for layers with a window, or{' in vLLM' * (to != 'vllm')} the same for all layers"
         )
     if not any(family in drafter.target.family for family in vllm.EAGLE3_TARGETS):
         raise ExportError(
@@ -154,7 +154,7 @@ def tensors(drafter: BlockContents) -> dict[str, Tensor]:
 
 
 def plan(drafter: BlockContents, to: str, folder: Path, chain: int | None, ranks: int) -> LaunchPlan:
-    """chain: drafts per step of vLLM; None: those of a block. ranks: GPUs that share the target and the drafter."""
+    """chain: drafts per step of vLLM; None: a block's. ranks: GPUs that share the target and the drafter."""
     config, notes = drafter.config, []
     if config.conv_taps or config.selector_top_k:
         notes.append(f"DFlash2 needs a version of {NAMES[to]} that lists DFlash2DraftModel")
@@ -170,7 +170,7 @@ def plan(drafter: BlockContents, to: str, folder: Path, chain: int | None, ranks
     chain = chain or config.drafts
     if chain < config.drafts and not all(config.causal):
         notes.append(
-            f"vLLM shortens the block to {chain} drafts; rows here see the whole block, so that changes all of them"
+            f"vLLM shortens the block to {chain} drafts; rows of the block see each other, so all drafts differ"
         )
     speculative = dict(method="dflash", model=str(folder), num_speculative_tokens=chain)
     return vllm.launch(drafter.target, folder, speculative, ranks, tuple(notes))

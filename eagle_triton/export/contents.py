@@ -20,8 +20,8 @@ from eagle_triton.models.tree import check_dynamic_tree
 
 EMBEDDING = "embed_tokens.weight"
 POSITIONS = (
-    "max_position_embeddings is raised from {} to the target's {}, the limit of drafting in this package, too; beyond "
-    "the first, drafts may be accepted less often"
+    "max_position_embeddings is raised from {} to the target's {}, because this package drafts that far too; past the "
+    "first number, fewer drafts may be accepted"
 )
 
 
@@ -53,7 +53,7 @@ class Tree:
 
     @property
     def levels(self) -> int:
-        """Tokens on its longest path without the root; the head drafts it in as many passes."""
+        """Tokens on its longest path without the root; the head drafts it in the same number of passes."""
         return min(self.depth + 1, self.total_token - 1)
 
 
@@ -103,8 +103,8 @@ class HeadContents:
 
 
 def read_contents(head: Any, target: Any, tree: Mapping[str, int | None], chain: int | None = None) -> HeadContents:
-    """A head from arguments of `export_head`, `tree` those of these names. chain: None: as deep as the tree. Raises the
-    same errors."""
+    """A head from arguments of `export_head`; `tree`: the arguments with a Tree's names. chain: None: as deep as the
+    tree. Raises the same errors."""
     source = find_source(head, target)
     config = text_config(read_target_config(source.path) if source.model is None else source.model.config)
     if isinstance(source.head, DraftHead):

@@ -42,10 +42,10 @@ def export_head(
     """Write a draft head or a block drafter in the layout of an engine. Returns how to serve it.
 
     head: an EaModel, a draft head, a block drafter, or a directory or hub id of one in any layout that this package
-    reads; "demo" and directories that `EaModel.save_pretrained` wrote have their targets, too. to: "vllm", "sglang",
-    and for heads "speculators" or "safeailab". path: a directory that does not exist yet, or is empty; it gets
-    config.json and model.safetensors. target: directory or hub id of the model that the head drafts for; for a head in
-    memory it may be the model itself; None: the one beside `head`.
+    reads; "demo" and directories that `EaModel.save_pretrained` wrote include the target. to: "vllm", "sglang", and for
+    heads "speculators" or "safeailab". path: a directory that does not exist yet, or is empty; it gets config.json and
+    model.safetensors. target: directory or hub id of the model that the head drafts for; for a head in memory it may be
+    the model itself; None: the one beside `head`.
 
     total_token, depth, top_k: the tree, as in `EaModel.from_pretrained`, without total_token=-1; None: the head's own.
     SGLang drafts that tree. vLLM drafts only chains: as deep as the tree, or of num_speculative_tokens drafts per step.
@@ -81,7 +81,7 @@ def export_head(
 
 def check_options(to: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for
-    anything but an int. options: those of METHODS_FOR_OPTION, and depth, which all read."""
+    anything but an int. options: the names in METHODS_FOR_OPTION, and depth, which all read."""
     check_choice("to", to, ENGINES)
     for name, value in options.items():
         unset, readers = _UNSET.get(name), METHODS_FOR_OPTION.get(name, ENGINES)

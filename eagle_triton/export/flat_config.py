@@ -49,7 +49,7 @@ def unread_fields_note(head: HeadContents, engine: str, version: str, read: Coll
     unread = [name for name in head.eagle31_fields if name not in read]
     if not unread:
         return ()
-    return (f"{engine} {version} does not read {' and '.join(unread)}, and would draft without: use a later version",)
+    return (f"{engine} {version} ignores {' and '.join(unread)}: use a later version",)
 
 
 def layer_fields(head: HeadContents) -> dict[str, Any]:

@@ -150,9 +150,9 @@ def quantize_checkpoint(
     model on `device`, in the dtype of its config.json.
 
     Raises ExportError, a ValueError, for a checkpoint that is quantised already, for missing weights or weights that
-    are not finite, for columns that no group divides, and for other formats than safetensors; ValueError for another
-    architecture, another `to`, and a text of less than two tokens; FileNotFoundError for missing files, FileExistsError
-    for a directory that is not empty. Nothing is written then.
+    are not finite, for a number of columns that is not a multiple of 32, and for formats other than safetensors;
+    ValueError for another architecture, another `to`, and a text of less than two tokens; FileNotFoundError for missing
+    files, FileExistsError for a directory that is not empty. Nothing is written then.
     """
     if to not in FAMILIES:
         raise ValueError(f"to must be {' or '.join(FAMILIES)}, got {to!r}")
@@ -260,7 +260,7 @@ def _group(wanted: dict[str, torch.Size]) -> int:
     """The largest of GROUPS that divides the columns of every projection."""
     for name, (_, columns) in wanted.items():
         if columns % GROUPS[-1]:
-            raise ExportError(f"{name} has {columns} columns, which no group of {', '.join(map(str, GROUPS))} divides")
+            raise ExportError(f"{name} must have a multiple of {GROUPS[-1]} columns, got {columns}")
     return next(group for group in GROUPS if all(columns % group == 0 for _, columns in wanted.values()))
 
 

@@ -22,7 +22,7 @@ from eagle_triton.export.launch_plan import LaunchPlan, flags
 EAGLE1 = "EagleLlamaForCausalLM"
 FEATURES = 3  # width of `fc`, in target layers
 EAGLE3_TARGETS = ("llama", "qwen", "gpt_oss")  # parts of model_type, of the families that are targets here
-CHAIN = "vLLM drafts a chain of {} tokens per step, not a tree of {} nodes: it accepts another number of drafts"
+CHAIN = "vLLM drafts a chain of {} tokens per step, not a tree of {} nodes: another number of drafts is accepted"
 
 
 def check(head: HeadContents) -> None:

@@ -152,7 +152,7 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
     layers, used = len(body.layers), config.num_hidden_layers
     if len(range(layers)[:used]) < layers:
         raise UnsupportedModelError(
-            f"{where}.config.num_hidden_layers is {used}, so the forward would use that many of the {layers} layers: "
+            f"{where}.config.num_hidden_layers is {used}, so the forward would not use all {layers} layers: "
             f"remove the other layers (model.layers = model.layers[:{used}]) or set it to {layers}",
             "layer-types",
         )
@@ -313,7 +313,7 @@ class _LayerReader:
         )
 
     def _reads_layer(self, index: int) -> int | None:
-        """The layer whose keys and values layer `index` reads; None: its own."""
+        """The layer that has the keys and values which layer `index` reads; None: its own."""
         if not self._family.shared_caches:
             return None
         readers = [self._body.at(f"layers.{place}.self_attn") for place in range(index + 1)]

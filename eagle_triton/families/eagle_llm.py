@@ -1,6 +1,6 @@
 """eagle-llm 1.x: its EaModel with an EAGLE-1 head and a fixed tree, around its own Llama or Mixtral.
 
-The modules are those of SafeAILab's EAGLE-1, so most of the reading is shared. The tree is not.
+The modules are the same as in SafeAILab's EAGLE-1, so most of the reading is shared. The tree is not.
 """
 
 from __future__ import annotations

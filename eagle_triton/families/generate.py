@@ -33,7 +33,7 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
         generator: torch.Generator | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """Decode a batch speculatively and stop exactly. Arguments and result are those of `EaModel.generate`.
+        """Decode a batch speculatively and stop exactly. Arguments and result are the same as in `EaModel.generate`.
 
         The sequences of a batch are decoded together. Raises ValueError for bad arguments, RuntimeError for NaN
         logits or if another generation is running on this model.

@@ -50,7 +50,7 @@ def _layers(state: DecodeState) -> list[KeyValues]:
 
 
 def draft_seam(model: Any, engine: Engine) -> Seam:
-    """`ea_layer.topK_genrate` of a model whose head drafts dynamic trees, or fixed ones with the same result."""
+    """`ea_layer.topK_genrate` of a model with a head that drafts dynamic trees, or fixed ones with the same result."""
     ea_layer, lm_head = model.ea_layer, model.base_model.lm_head
     ops, draft = engine.ops, draft_of(engine)
     view = replace(engine.view, layers=())  # nothing of the target is remembered here

@@ -1,6 +1,6 @@
 """A gated delta net's part in the forward of a serving engine: convolution and rule over slots of pools.
 
-Arguments are those of SGLang's backend of this name, but with the pools as arguments.
+Arguments are the same as in SGLang's backend of this name, with the pools as further arguments.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class GDNAttnBackend:
         With is_target_verify each sequence has draft_token_num tokens: a tree, given by retrieve_next_token and
         retrieve_next_sibling or by retrieve_parent_token, each [N, draft_token_num] (see `causal_conv1d_update`), else
         a chain. intermediate_conv_window_cache [slots, draft_token_num, C, W - 1] and intermediate_state_cache [slots,
-        draft_token_num, HV, K, V] get windows and states after all nodes; the caller copies those of the accepted node
-        into the pools. Without intermediate_state_cache, and with normed q and k, the engine's `delta_tree` runs, which
+        draft_token_num, HV, K, V] get the window and state after each node; the caller copies the accepted node's into
+        the pools. Without intermediate_state_cache, and with normed q and k, the engine's `delta_tree` runs, which
         needs no states of nodes.
         """
         name, slots = "forward_extend", cache_indices
@@ -188,7 +188,7 @@ class _Layer(NamedTuple):
             )
         if len(conv_state) != len(ssm_state) or ssm_state.dtype != torch.float32:
             raise ValueError(
-                f"{name}: conv_state and ssm_state must have equally many slots, and ssm_state be float32, got "
+                f"{name}: conv_state and ssm_state must have the same number of slots, and ssm_state be float32, got "
                 f"{len(conv_state)}, {len(ssm_state)} and {ssm_state.dtype}"
             )
         check_slots(name, "ssm_state", ssm_state, slots, (value_heads, self.key_dim, self.value_dim), len(slots))

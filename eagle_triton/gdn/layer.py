@@ -88,7 +88,7 @@ class Qwen3GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [B, T, hidden] -> (the same shape, final states [N, HV, K, V] float32 or None).
 
-        mode: "chunk", "recurrent", "fused_decode" (T = 1), or "auto": that of `select_mode`. All compute the same.
+        mode: "chunk", "recurrent", "fused_decode" (T = 1), or "auto": what `select_mode` returns. All compute the same.
         initial_state [N, HV, K, V]: does not change; None: zeros. cu_seqlens [N + 1]: N sequences one after the other
         in one row; None: N = B. conv_state [N, C, W - 1]: the inputs of the convolution before the first token, moved
         on in place; a sequence that continues needs it beside its state; None: zeros. use_qk_l2norm=False: do not norm

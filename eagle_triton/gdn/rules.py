@@ -102,8 +102,8 @@ class GatedDeltaRuleOp:
 
         mode "chunk": chunk_gated_delta_rule; "recurrent": fused_recurrent_gated_delta_rule, or with
         initial_state_source fused_recurrent_gated_delta_rule_update; "sigmoid": fused_sigmoid_gating_delta_rule_update,
-        which does not read g and beta; "auto": that of get_recommended_mode, with has_gate_params if A_log is among the
-        options. Raises ValueError for another mode, and the rule's errors.
+        which does not read g and beta; "auto": what get_recommended_mode returns, with has_gate_params if A_log is
+        among the options. Raises ValueError for another mode, and the rule's errors.
         """
         if mode == "auto":
             mode = GatedDeltaRuleOp.get_recommended_mode(q.shape[1], "A_log" in options)

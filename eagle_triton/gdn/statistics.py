@@ -14,8 +14,7 @@ class GDNStatistics:
         self.rates: list[float] = []  # accepted / proposed of each step
 
     def count(self, accept_length: list[int], nodes: int) -> None:
-        """Count a step over trees of `nodes` nodes. accept_length includes the target's own token, like that of
-        `verify`."""
+        """Count a step over trees of `nodes` nodes. accept_length includes the target's own token, as in `verify`."""
         accepted, proposed = sum(accept_length) - len(accept_length), (nodes - 1) * len(accept_length)
         self.steps += 1
         self.verified += len(accept_length)

@@ -2,7 +2,7 @@
 
 Node 0 is the root, a parent's index is below its children's, siblings are in ascending order. Candidates are in one
 flat order (engine/tree_spec.py): k children of the root, then k for each expanded candidate, level by level; candidate
-x is the root's child if x < k, else that of candidate parent_list[x // k].
+x is the root's child if x < k, else the child of candidate parent_list[x // k].
 """
 
 from __future__ import annotations

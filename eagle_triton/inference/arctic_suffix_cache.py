@@ -134,7 +134,7 @@ class SuffixDecodingCache:
         """Draft after the context: the last tokens of an active request.
 
         After a match of m tokens at most floor(m * max_spec_factor + max_spec_offset) tokens are drafted, at most
-        max_spec_tokens (0: none, None: as many as max_tree_depth has room for), none less probable than min_token_prob.
+        max_spec_tokens (0: none, None: what max_tree_depth leaves room for), none less probable than min_token_prob.
         use_tree_spec: the likeliest tree instead of the likeliest path. The draft with the largest score wins, then the
         longer match, then the local store. Raises ValueError if the request is not active, and ValueError or TypeError
         if an argument does not fit.

@@ -74,7 +74,7 @@ class StreamOptions(Sampling, total=False):
     min_new_tokens: int | Sequence[int]
 
 
-TOKENIZER = "hand it over as EAGLEInference(..., tokenizer=...)"
+TOKENIZER = "give EAGLEInference(..., tokenizer=...)"
 
 # Names in other libraries.
 HINTS = {
@@ -110,7 +110,7 @@ class ArgumentReader:
             if self.tokenizer is None:
                 raise ValueError(f"prompts as text need a tokenizer, and the target has none: {TOKENIZER}")
             if not given.isascii() and any("\ud800" <= character <= "\udfff" for character in given):
-                raise ValueError("a prompt must be text, and holds half of a surrogate pair, which is no character")
+                raise ValueError("a prompt must be text, got a string with half of a surrogate pair")
             ids = self.tokenizer(given).input_ids
         row = _tensor(ids)
         if row.dim() == 2 and len(row) == 1:
@@ -192,8 +192,8 @@ class ArgumentReader:
             raise ValueError(reason)
         if request.min_new_tokens:
             raise ValueError(
-                f"grammar: it alone says where an output may end, and min_new_tokens={request.min_new_tokens} forbids "
-                "that before: leave one of them out"
+                f"grammar: it alone decides where an output may end, and min_new_tokens={request.min_new_tokens} would "
+                "decide too: leave one of them out"
             )
         own = getattr(self.tokenizer, "eos_token_id", None)
         known = self.stop_ids if own is None else self.stop_ids | {own}

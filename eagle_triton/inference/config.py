@@ -39,11 +39,11 @@ VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candid
 
 @dataclass(frozen=True)
 class EAGLEConfig(EngineOptions):
-    """Options of `EAGLEInference`, which include those of `EngineOptions`. Each call and request may override the
+    """Options of `EAGLEInference`, which include all of `EngineOptions`. Each call and request may override the
     sampling options.
 
-    topk: children of each expanded node (k). num_steps: drafted levels (D), one pass of the draft each, at most
-    1024, as are nodes.
+    topk: children of each expanded node (k). num_steps: drafted levels (D), one pass of the draft each; at most 1024
+    levels and 1024 nodes.
     num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
     64; "auto": the tree, or no draft, with the most tokens per second, by measured cost and acceptance. Over a mixture
     of experts, where each row costs more, a chain of 3 is another choice, if these three options have their defaults
@@ -54,11 +54,11 @@ class EAGLEConfig(EngineOptions):
     fallback: decode plainly while drafting does not pay, and try again from time to time.
     slots: sequences decoded at a time; others wait. max_length: the most tokens of a sequence, prompt included; None:
     as many as a call needs. prompt_tokens: about how many tokens of new prompts are read before each step while others
-    decode. With fewer the others wait less for their next tokens; with more first tokens come sooner.
+    decode. With fewer, the others wait less for their next tokens; with more, first tokens come sooner.
     tree_mask_mode: the mask in `verify_drafts` and in the trees that it returns.
     device: where loaded models must be, and where a model given by path is put; None: on a GPU if there is one.
-    dtype: for models given by path; None: float32 on a CPU, else that of the checkpoint. A loaded target must have it.
-    verbose: log each step.
+    dtype: for models given by path; None: float32 on a CPU, else the checkpoint's. A loaded target must have this
+    dtype. verbose: log each step.
     accept_policy, verify_window, max_candidate_len: with verify_strategy, how drafts are judged; see `Verification`.
     suffix_ring: how many tokens of earlier outputs to keep for suffix_drafts, 4 bytes each; 0: none.
     egag: end drafts early, by their entropy, see `EGAGConfig`; None: draft the whole tree.
@@ -117,7 +117,7 @@ class EAGLEConfig(EngineOptions):
         self._check_egag()
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:
-            raise ValueError(f"suffix_ring={self.suffix_ring} is read with suffix_drafts or method suffix alone")
+            raise ValueError(f"suffix_ring={self.suffix_ring} is only read with suffix_drafts or method suffix")
 
     @property
     def verification(self) -> Verification:
@@ -172,7 +172,7 @@ class EAGLEConfig(EngineOptions):
         for name in (*TREE, *VERIFICATION, "suffix_drafts"):
             if getattr(self, name) != getattr(EAGLEConfig, name):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} goes with speculative, which you also gave: set it there"
+                    f"{name}={getattr(self, name)!r} must be left out: speculative, also given, has its own options"
                 )
 
     def _check_egag(self) -> None:
@@ -182,11 +182,11 @@ class EAGLEConfig(EngineOptions):
             raise TypeError(f"egag must be an EGAGConfig or None, got {self.egag!r:.60}")
         options = self.speculative
         if options is not None and (options.method not in GUIDED):
-            raise ValueError(f"egag goes by the entropy of a draft model, and method {options.method} drafts otherwise")
+            raise ValueError(f"egag needs a model for all drafts, and method {options.method} has none: leave egag out")
         drafts = self._tree(None).beam_levels
         for name in ("gamma_min", "gamma_max"):
             if (getattr(self.egag, name) or 0) > drafts:
-                raise ValueError(f"egag: {name}={getattr(self.egag, name)} is deeper than the {drafts} levels drafted")
+                raise ValueError(f"egag: {name} must be at most {drafts} (levels), got {getattr(self.egag, name)}")
 
     def sampling(self, **changes: Any) -> SamplingParams:
         """The sampling options, with some changed (None: as configured).

@@ -98,7 +98,7 @@ def shape_of(view: ModelView) -> tuple[int, int, int]:
 
 
 def pass_cost(view: ModelView, draft: Draft) -> float:
-    """The approximate cost of a pass of the draft: the bytes of its weights, divided by those of a target forward."""
+    """The approximate cost of a pass of the draft: the bytes it reads over the bytes that a target forward reads."""
     return draft.weight_bytes(TreeSpec.dynamic(2, 0, 1)) / view.weight_bytes
 
 
@@ -175,6 +175,6 @@ class StepCosts:
         return plain * (1 + (nearest / plain - 1) * (relative - 1) / (self._assumed(*trees[0], slots) - 1))
 
     def _assumed(self, nodes: int, depth: int, slots: int) -> float:
-        """The assumed cost, relative to a plain step of as many sequences."""
+        """The assumed cost, relative to a plain step of the same number of sequences."""
         weights = self._bytes_read(slots * nodes) / self._bytes_read(slots)
         return weights + self.pass_cost * depth + ROW_COST * slots * (nodes - 1)

@@ -80,9 +80,10 @@ class LoadingOptions(TypedDict, total=False):
 class EAGLEInference:
     """Decodes with a target and a draft: several times as fast as the target alone, with the same output.
 
-    Greedy output, and sampled output with a seed, equals that of the target alone, token for token. Sampled output has
-    the target's own distribution. (All this if `config.verification.lossless`.) One call runs at a time. `statistics`
-    adds up all calls until `reset_statistics`.
+    Greedy output equals the target's own, token for token; so does sampled output with a seed and the default
+    verify_strategy. Sampled output has the target's own distribution, or with verify_strategy="greedy" is its argmax.
+    (All this if `config.verification.lossless`.) One call runs at a time. `statistics` adds up all calls until
+    `reset_statistics`.
     """
 
     def __init__(
@@ -98,12 +99,13 @@ class EAGLEInference:
         costs: Sequence[CostTable] | None = None,
         tp_plan: str | None = None,
     ) -> None:
-        """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary,
-        "suffix" or "ngram" for drafts from earlier text; None for the target's own head, or if the configuration drafts
-        without a model. target_model: an EaModel, a Hugging Face causal language model, or the path of one. config: a
-        `SpeculativeConfig` means an EAGLEConfig with it as `speculative`. device: None takes config.device. tokenizer:
-        for prompts and output as text; None takes the target's.
-        kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to use, None: those of the package. tp_plan:
+        """draft_model: an EAGLE head, an EaModel for its head, a block drafter, a causal language model with the
+        target's vocabulary, "mtp" or the result of `load_mtp`, "suffix" or "ngram" for drafts from earlier text, your
+        own `Draft`, or the path of a head or block drafter if target_model is a path; None for the target's own head,
+        or if the configuration drafts without a model. target_model: an EaModel, a Hugging Face causal language model,
+        or the path of one. config: a `SpeculativeConfig` means an EAGLEConfig with it as `speculative`. device: None
+        takes config.device. tokenizer: for prompts and output as text; None takes the target's.
+        kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to use, None: the package's own. tp_plan:
         "auto" spreads a target given by path over the ranks that torchrun started.
 
         The models are not changed. Raises ValueError (or UnsupportedModelError, a kind of it) for models that are not
@@ -172,8 +174,8 @@ class EAGLEInference:
         self.statistics = Statistics()
 
     def forget_outputs(self) -> None:
-        """Forget the outputs of earlier requests, from which `suffix_drafts`, method suffix, and method nasd with
-        reset_in_between=False draft, and the kept pages of prompts. All ranks that share the target call this, and none
+        """Forget the kept pages of prompts, and the outputs of earlier requests (for `suffix_drafts`, method suffix,
+        and method nasd with reset_in_between=False). If ranks share the target, all of them must call this, and none
         while a session is open."""
         self._check_same_on_all_ranks("what is called, here forget_outputs,", None)
         self.engine.pool.forget()
@@ -411,7 +413,7 @@ class EAGLEInference:
 
         input_ids [bs, T] int64: the sequence, or the tokens after `past_key_values`. Returns (scores [bs, k] float32,
         probabilities; token_ids [bs, k] int64; past_key_values for the next call). Raises TypeError or ValueError for
-        token ids that are no such tensor, are outside the vocabulary, or do not fit `past_key_values`.
+        another type or shape, for token ids outside the vocabulary, and if they do not fit `past_key_values`.
         """
         self._check_ids(input_ids)
         if not isinstance(past_key_values, (stages.Prefix, type(None))):
@@ -433,7 +435,7 @@ class EAGLEInference:
         parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them, so
         at most k nodes of a level have children. `generate` drafts the same tree, except with a block drafter: its
         trees have this bound only if each path has a state (Domino, DSpark's recurrent head).
-        Raises TypeError or ValueError for token ids that are no such tensors or are outside the vocabulary.
+        Raises TypeError or ValueError for other types or shapes, and for token ids outside the vocabulary.
         """
         self._check_ids(input_ids)
         self._check_roots(verified_id, input_ids)
@@ -451,10 +453,10 @@ class EAGLEInference:
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Verify a tree greedily, in one forward of the target over all its nodes.
 
-        Arguments: those of `generate_draft_tree`, and its results. Returns (accepted [bs, D + 1] int64: accepted
-        drafts, then the target's own token, then -1; accept_length [bs] int32: drafts accepted; tree_stats: those of
-        `compute_tree_statistics`, and as "tree" the tuple of `build_tree_structure`). Raises TypeError or ValueError
-        for token ids that are no such tensors or outside the vocabulary, and for links that do not fit.
+        Arguments: as for `generate_draft_tree`, and its results. Returns (accepted [bs, D + 1] int64: accepted drafts,
+        then the target's own token, then -1; accept_length [bs] int32: drafts accepted; tree_stats: the keys of
+        `compute_tree_statistics`, and "tree": the result of `build_tree_structure`). Raises TypeError or ValueError for
+        other types or shapes, for token ids outside the vocabulary, and for links that do not fit.
         """
         self._check_ids(input_ids)
         self._check_roots(verified_id, input_ids)

@@ -162,14 +162,16 @@ def _with_options(draft: Draft | None, view: ModelView, config: EAGLEConfig) -> 
     """The draft as the configuration completes it; draft: the one that was read, if any."""
     if config.egag is not None:
         if not isinstance(draft := scoring(draft, "egag"), BeamDraft):
-            raise ValueError("egag ends drafts level by level, and a block drafter scores all levels at once")
+            raise ValueError(
+                "egag ends drafts level by level, and a block drafter scores all levels at once: leave egag out"
+            )
         draft = replace(draft, egag=config.egag)
     return propose_with(config, view, draft)
 
 
 def _check_places(view: ModelView, draft: Draft | None, device: torch.device | None) -> None:
     if isinstance(draft, ScoringDraft) and draft.embedding.device != view.device:
-        raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
+        raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}: move one")
     if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
         raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
     padding = draft.padding if isinstance(draft, CausalLMDraft) else 0
@@ -290,7 +292,7 @@ def comes_with_draft(path: str) -> bool:
 def _head_at(path: str) -> DraftChoice:
     if path == DRAFT:
         options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
-        raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
+        raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, not a head: use {options}')
     place = path_of(path, HEAD_FOLDERS[True])
     return DraftChoice("block drafter", place) if is_block_drafter(tensor_names(place)) else DraftChoice("head", path)
 
@@ -310,13 +312,11 @@ def target_in_memory(
     if isinstance(target_model, (str, Path)):
         return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
-        raise ValueError(
-            "tp_plan needs target_model as a path, because a loaded model cannot be spread over ranks any more"
-        )
+        raise ValueError("tp_plan needs target_model as a path: a loaded model cannot be spread over ranks")
     if choice.kind in ("head", "block drafter"):
         raise TypeError(
             f"draft_model is a path, so target_model must be one too: got {choice.place!r} and a loaded "
-            f"{type(target_model).__name__}, beside which only suffix, ngram and mtp are names"
+            f"{type(target_model).__name__} (beside a loaded model, only suffix, ngram and mtp may be names)"
         )
     if not isinstance(target_model, nn.Module):
         raise TypeError(

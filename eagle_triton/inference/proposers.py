@@ -91,7 +91,7 @@ def _suffix_source(options: SpeculativeConfig, ring_tokens: int, device: torch.d
     )
     most = options.suffix_decoding_max_cached_requests
     if most > 0 and not ring_tokens:
-        raise ValueError(f"suffix_decoding_max_cached_requests={most} needs a suffix_ring, and that is 0")
+        raise ValueError(f"suffix_decoding_max_cached_requests={most} needs a suffix_ring, and suffix_ring is 0")
     ring = OutputRing(ring_tokens, device, None if most < 0 else most) if most and ring_tokens else None
     return SuffixSource(options.num_speculative_tokens, rules, ring)
 

@@ -281,7 +281,7 @@ class Session:
         """
         self._check_open()
         if not self.idle:
-            raise RuntimeError("prepare: requests are there; prepare a session before the first one")
+            raise RuntimeError("prepare: call it before the first request is submitted, or after all have ended")
         slots = self._batch.sequences.slots
         sizes = [size for size in (*SIZES, slots) if size <= min(most or slots, slots)]
         before = self.statistics, self.steps, self.tokens, self._submitted

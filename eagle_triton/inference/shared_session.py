@@ -71,7 +71,7 @@ class SharedSession(Session):
             try:
                 self._tell(_CLOSE)
             except RanksError as error:
-                log.warning("the session is closed, and not all ranks know it: %s", error)
+                log.warning("the session is closed, but not all ranks got the message: %s", error)
         super().close()
 
     def _tell(self, what: str) -> None:
@@ -81,14 +81,14 @@ class SharedSession(Session):
 
     def _check_leads(self, name: str) -> None:
         if not self.leads:
-            raise RuntimeError(f"{name}: rank 0 is asked, the others call follow()")
+            raise RuntimeError(f"{name}: call it on rank 0 only; other ranks call follow()")
 
     # --- the others ---
 
     def follow(self) -> None:
         """Do what rank 0 does until it closes the session. RuntimeError on rank 0, RanksError if a rank has gone."""
         if self.leads:
-            raise RuntimeError("follow: rank 0 is asked, it does not follow")
+            raise RuntimeError("follow: call it on the other ranks; rank 0 takes the requests")
         self._check_open()
         try:
             while (what := self._hear()) != _CLOSE:
@@ -138,5 +138,5 @@ class SharedSession(Session):
         super()._check_open()
         if self._broken:
             raise RuntimeError(
-                "a step of this session has failed, or an exchange before it: end all ranks and start again"
+                "a step of this session or an exchange between ranks has failed: end all ranks and start again"
             )

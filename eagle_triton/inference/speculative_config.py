@@ -120,7 +120,7 @@ class VerifyStrategy(_Name):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output has the target's own distribution."""
+        """Whether the output follows the target's distribution; with greedy, its argmax."""
         return self is not VerifyStrategy.TOPP
 
 
@@ -185,14 +185,14 @@ INSTEAD = {  # known options that are not offered
 class SpeculativeConfig:
     """Options of a method of drafting. Names are read in any case and kept as members of their enums.
 
-    method: None drafts nothing and takes no other option; "naive" drafts nothing on the path of other methods; "ngram"
-    ("ngram_match"): the tokens after an earlier occurrence of the last ones; "suffix": the tokens that most often
-    followed these, in this request and others; "nasd": the same from n-grams counted while decoding, with the target's
-    guesses; "mtp": a multi-token-prediction layer; "hybrid", or "mtp" with mtp_strategy="with_ngram": MTP, with n-grams
-    after its drafts; "eagle": an EAGLE head; "dflash" ("jetspec") and "dspark": a block drafter; "draft_model": a
-    causal language model. num_speculative_tokens: the most drafts per step, 1..5 for ngram, mtp and hybrid, 1..15 for
-    nasd, 1..63 for suffix, eagle, dflash, dspark and draft_model; naive makes it 0. num_model_steps: passes of MTP per
-    step, 1..5; num_speculative_tokens is raised to at least this.
+    method: None drafts nothing and takes no other option; "naive" drafts nothing, but runs the code of methods that
+    draft; "ngram" ("ngram_match"): the tokens after an earlier occurrence of the last ones; "suffix": the tokens that
+    most often followed the last ones, in this request and others; "nasd": the same, from n-grams that are counted while
+    decoding, the target's guesses included; "mtp": a multi-token-prediction layer; "hybrid", or "mtp" with
+    mtp_strategy="with_ngram": MTP, with n-grams after its drafts; "eagle": an EAGLE head; "dflash" ("jetspec") and
+    "dspark": a block drafter; "draft_model": a causal language model. num_speculative_tokens: the most drafts per step,
+    1..5 for ngram, mtp and hybrid, 1..15 for nasd, 1..63 for suffix, eagle, dflash, dspark and draft_model; naive makes
+    it 0. num_model_steps: passes of MTP per step, 1..5; num_speculative_tokens is raised to at least this.
 
     max_ngram_size, min_ngram_size: longest and shortest match; ngram goes down to 1, hybrid to min_ngram_size. match:
     which of several matches counts, "leftmost" or "latest". joined: search prompt and output as one text.
@@ -200,10 +200,10 @@ class SpeculativeConfig:
     other requests; suffix_decoding_max_spec_factor: drafts per token of the match; suffix_decoding_min_token_prob,
     ban_tokens: drafts end before tokens with a lower probability and before these tokens.
 
-    ngram_n: tokens of the longest counted n-gram, 2..5; ngram_storage: "basic" counts those of 2 to ngram_n tokens,
-    "onelevel" those of ngram_n only. filler_top_k: also count this many of the target's largest logits after each
-    context, filler_weight times each; 1: none. reset_in_between: each request starts with empty counts. A draft ends
-    before an unknown context.
+    ngram_n: tokens of the longest counted n-gram, 2..5; ngram_storage: "basic" counts n-grams of 2 to ngram_n tokens,
+    "onelevel" only n-grams of ngram_n tokens. filler_top_k: also count this many of the target's largest logits after
+    each context, filler_weight times each; 1: none. reset_in_between: each request starts with empty counts. A draft
+    ends before an unknown context.
 
     model: path of the draft, None: the one given to the engine. quantization: "fp8" or "int4" drafts with copies of the
     draft in eight or four bits, as `EAGLEConfig(draft_dtype=...)`; None: no copies.
@@ -259,8 +259,8 @@ class SpeculativeConfig:
         """Make one from a mapping, or from the text of a JSON object.
 
         Method "mtp" with options of suffix decoding, as in a published example, becomes "suffix", with a warning.
-        Raises ValueError for text that is no JSON object, with the place, for an unknown key, with the known ones, for
-        a repeated key, and as the constructor does; TypeError for neither text nor mapping.
+        Raises ValueError for text that is not a JSON object (the message has the place), for an unknown key (it lists
+        the known ones), for a repeated key, and as the constructor does; TypeError for neither text nor mapping.
         """
         if isinstance(given, str):
             options = _parsed(given)
@@ -291,7 +291,7 @@ class SpeculativeConfig:
         return serving_options.vllm_options(self)
 
     def to_sglang(self) -> dict[str, Any]:
-        """For SGLang: keyword arguments of `sglang.Engine`, and with dashes options of its server.
+        """For SGLang: keyword arguments of `sglang.Engine`; with dashes for underscores, options of its server.
 
         Empty if nothing is drafted, otherwise for a chain. Raises as `to_vllm` does, and for method suffix.
         """
@@ -299,7 +299,7 @@ class SpeculativeConfig:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output has the target's own distribution."""
+        """Whether the output follows the target's distribution; with greedy, its argmax."""
         return VerifyStrategy.of(self.verify_strategy).lossless and self.accept_policy != AcceptPolicy.ACCEPT_ALL
 
     def check_slots(self, slots: int) -> None:
@@ -452,7 +452,7 @@ def _parsed(text: str) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"speculative config: no JSON, line {error.lineno} column {error.colno}: {error.msg}"
+            f"speculative config: not JSON, line {error.lineno} column {error.colno}: {error.msg}"
         ) from None
     except RecursionError:
         raise ValueError("speculative config: JSON that is nested too deep to be options") from None
@@ -460,7 +460,7 @@ def _parsed(text: str) -> dict[str, Any]:
         start = text[: len(text) - len(text.lstrip())]
         line, column = 1 + start.count("\n"), len(start) - start.rfind("\n")
         raise ValueError(
-            f"speculative config: no JSON object, line {line} column {column}: {{...}} expected, got {text.strip():.60}"
+            f"speculative config: must be a JSON object, got {text.strip():.60} in line {line} column {column}"
         )
     return found
 

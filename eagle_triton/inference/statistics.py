@@ -90,7 +90,8 @@ class RequestMetrics:
 
     avg_accept_len: tokens per verification, with the target's own, as `tau`. The lists have an entry for each position
     in a draft. accepted_tokens_per_head: how many steps accepted a token there (never more than before it).
-    accept_ratio_per_head: its share of the steps that accepted all tokens before and verified one there, or 0.0.
+    accept_ratio_per_head: the same, as a share of the steps that accepted all tokens before and verified one there; 0.0
+    if there were none.
     """
 
     accepted_tokens: int
@@ -209,7 +210,7 @@ class Statistics(Mapping[str, Any]):
         return table
 
     def request_metrics(self, num_speculative_tokens: int) -> RequestMetrics:
-        """The counts as those of chains of at most `num_speculative_tokens` drafts.
+        """The counts in the form for chains of at most `num_speculative_tokens` drafts.
 
         Raises ValueError if drafts went deeper than that.
         """

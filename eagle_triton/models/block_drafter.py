@@ -71,7 +71,7 @@ class BlockDrafterConfig:
 
     def __post_init__(self) -> None:
         if self.drafts < 1:
-            raise ValueError(f"block drafter: block_size is too small for a draft, got {self.block_size}")
+            raise ValueError(f"block drafter: block_size must be at least {2 - self.shifted}, got {self.block_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"block drafter: mask_token_id must be a row of the embedding, 0..{self.vocab_size - 1}, got "

@@ -126,8 +126,8 @@ class EaModel(nn.Module):
         base_model: Any = load_target(target_path, **kwargs)
         if measure and is_sharded(base_model):
             raise ValueError(
-                "total_token=-1 must be a number for a target that is shared by ranks (tp_plan): it measures the "
-                "target, and each rank would measure another time"
+                "total_token must be a number of nodes for a target that ranks share (tp_plan), got -1: that measures "
+                "the target, and each rank would measure a different time"
             )
         tokenizer = load_tokenizer(target_path, **hub.target)
 

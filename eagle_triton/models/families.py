@@ -72,7 +72,7 @@ class Family:
     shared_caches: bool = False
     """A layer with `is_kv_shared_layer` reads the keys and values of the last earlier layer of its kind without it."""
     layer_inputs: bool = False
-    """Layers may read their own embeddings, those of `embed_tokens_per_layer`."""
+    """Layers may read their own embeddings, from `embed_tokens_per_layer`."""
     layer_scale: str | None = None
     """Name of a layer's buffer [1] that multiplies the residual stream at its end."""
     logit_divisor: str | None = None

@@ -174,7 +174,7 @@ def registered() -> tuple[Any, Any]:
 
 
 def _make_room_for_zeros(model: nn.Module) -> None:
-    """Give linear layers the sizes of packed zeros. compressed-tensors 0.20 leaves those of single numbers."""
+    """Give linear layers the sizes of packed zeros. compressed-tensors 0.20 leaves the sizes of single numbers."""
     for module in model.modules():
         zeros, words = (module._parameters.get(f"weight_{name}") for name in ("zero_point", "packed"))
         if words is not None and zeros is not None and zeros.dtype != torch.int32:

@@ -122,9 +122,8 @@ def in_rows(
 ) -> tuple[Tensor, ...]:
     """A matrix [N, K] as compressed-tensors has it: words [N, K / 8], and unless `symmetric` zeros [N / 8, K / group].
 
-    layout: gptq, gptq_v2 or gemm. words, zeros: qweight and qzeros. groups: g_idx. Raises ValueError for rows in an
-    order other than that of their groups, for zeros of a symmetric matrix that are not 8, and for those that may be 0
-    or 16.
+    layout: gptq, gptq_v2 or gemm. words, zeros: qweight and qzeros. groups: g_idx. Raises ValueError for rows that are
+    not in the order of their groups, for zeros of a symmetric matrix that are not 8, and for zeros that may be 0 or 16.
     """
     if any(part.dtype != torch.int32 or part.dim() != 2 for part in (words, zeros)):
         kinds = [f"{part.dtype} {list(part.shape)}" for part in (words, zeros)]
@@ -133,18 +132,18 @@ def in_rows(
     if groups is not None:
         in_order = torch.arange(depth, device=groups.device) * len(points) // depth
         if not torch.equal(groups.long(), in_order):
-            raise ValueError("its g_idx has another order than its groups, as with desc_act")
+            raise ValueError("its g_idx must be in the order of its groups (desc_act is not read)")
     if layout == "gemm":
         words, points = _packed(_in_order(unpacked(words)).T.contiguous()), _in_order(points)
     else:
         words = words.T.contiguous()
     if layout == "gptq":
         if (points == 15).any():
-            raise ValueError("its qzeros are less 1, and 15 may stand for 0 or for 16: save it in format gptq_v2")
+            raise ValueError("its qzeros are stored less 1, so that 15 may mean 0 or 16: save it in format gptq_v2")
         points = points + 1
     if symmetric:
         if (points != MIDDLE).any():
-            raise ValueError("its scheme is symmetric, but its qzeros do not stand for 8")
+            raise ValueError("its scheme is symmetric, so all qzeros must mean 8, and some do not")
         return (words,)
     return words, _packed(points).T.contiguous()
 
@@ -275,7 +274,7 @@ def _register() -> None:
 
 
 def _names_in(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Stored names by those of the model's tensors that they become or are a part of; words become weights."""
+    """Stored names by names of the model's tensors: what they become or are a part of; words become weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

@@ -87,7 +87,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Targets: a `model_type` (default: Llama's), sizes, and the size of their heads' draft vocabulary.
 
 Layers and sizes are the published ones. The vocabulary projection always has its own matrix, and rotary frequencies are
-not those of the checkpoints: phi4-mini has no longrope.
+not the checkpoints': phi4-mini has no longrope.
 """
 
 BLOCK_LAYERS, BLOCK_SIZE = 5, 16
@@ -243,8 +243,8 @@ def _spread(model: Any, ranks: int, device: torch.device | str) -> Any:
 
 @torch.no_grad()
 def _quieten_experts(model: nn.Module) -> None:
-    """Make the outputs of large experts as small as those of attention. Otherwise rounding in 16 bits decides which
-    experts rows choose, layer after layer, and the logits of two correct forwards have little in common."""
+    """Make the outputs of large experts as small as attention's. Otherwise rounding in 16 bits decides which experts
+    rows choose, layer after layer, and the logits of two correct forwards have little in common."""
     for name, parameter in model.named_parameters():
         if name.endswith("experts.down_proj"):
             parameter.mul_(min(1.0, 1000.0 * parameter[0].numel() ** -0.5))

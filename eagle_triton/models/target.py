@@ -28,8 +28,8 @@ def check_architecture(config: Any, engine: bool = False, whose: str = "target")
         raise ValueError(f"{whose}: {unknown_family(config)}")
     if not engine and short_rope_length(text_config(config)) is not None:
         raise ValueError(
-            f"{whose}: longrope rotates all tokens in another way once a draft lies past "
-            "original_max_position_embeddings, so it has no EaModel: use EAGLEInference or optimize_with_triton"
+            f"{whose}: longrope rotates all tokens differently past original_max_position_embeddings, so this "
+            "target cannot be in an EaModel: use EAGLEInference or optimize_with_triton"
         )
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):

@@ -17,7 +17,7 @@ from eagle_triton.values import check_number, check_range, check_switches, check
 class EGAGConfig:
     """How the number of drafts follows the entropy. Raises ValueError for values that make no sense.
 
-    gamma_min, gamma_max: its limits; gamma_max None: as many as without the rule. ema_beta: the weight of earlier steps
+    gamma_min, gamma_max: its limits; gamma_max None: the number without the rule. ema_beta: the weight of earlier steps
     in a moving average of the normalised entropy; 0 turns the average off. scale: the nats that count as 1; None: ln V.
     Drafters are seldom above 3 nats, far below ln V, so the number varies more with a scale of 3.0.
 

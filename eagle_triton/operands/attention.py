@@ -36,8 +36,8 @@ def check_tree_attention(
         raise ValueError(f"tree_attention: sliding_window must be at least 1, got {sliding_window}")
     most = 0 if ancestors is None else WORD * ancestors.shape[2]
     if new_keys is not None and (type(new_keys) is not int or not 1 <= new_keys <= most):
-        bits = "no ancestors" if ancestors is None else f"ancestors of {ancestors.shape[2]} words"
-        raise ValueError(f"tree_attention: new_keys must be 1 to 64 * W of the ancestors, got {new_keys!r} and {bits}")
+        words = "no ancestors" if ancestors is None else f"ancestors with W = {ancestors.shape[2]}"
+        raise ValueError(f"tree_attention: new_keys must lie in 1..{WORD} * W, got {new_keys!r} and {words}")
 
 
 def check_prompt_attention(

@@ -21,7 +21,7 @@ def check_tensors(
     written like "B N d". A number means that size. A name means the size that `sizes` or an earlier tensor gave it,
     else any; "N>0" refuses 0. "..." comes first and means any sizes. ", contiguous" or ", contiguous rows" follows if
     all dimensions or the last one must be contiguous. The shape may also be a torch.Size, such as another tensor's.
-    device: None means that of the first tensor.
+    device: None means the first tensor's.
     """
     given = dict(sizes)
     for name, (tensor, wanted, dtype) in tensors.items():  # noqa: B007 - runs before every launch: kept quick

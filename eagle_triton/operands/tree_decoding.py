@@ -80,7 +80,7 @@ def check_build_tree(
     }
     count = check_tensors("build_tree", tensors, drafts=nodes - 1, N=nodes, W=-(-nodes // WORD))["C"]
     if nodes - 1 > count:
-        raise ValueError(f"build_tree: {nodes - 1} drafts need as many candidates, got {count}")
+        raise ValueError(f"build_tree: nodes={nodes} needs at least {nodes - 1} candidates, got {count}")
     if grafted is not None and (selected is not None or not 0 < grafted.shape[1] <= count):
         raise ValueError(
             f"build_tree: expected grafted [B, J] with 1 <= J <= {count} and no selected, got J = {grafted.shape[1]}"
@@ -112,7 +112,7 @@ def check_best_first_tree(
         raise ValueError(f"{name}: with {sizes['M']} rows in a level, rows must be given: the next row of each token")
     if (paths := paths_of(sizes["D"], sizes["K"], nodes)) < nodes - 1:
         raise ValueError(
-            f"{name}: {nodes - 1} drafts need as many paths, {sizes['D']} levels of {sizes['K']} give {paths}"
+            f"{name}: nodes={nodes} needs at least {nodes - 1} paths; {sizes['D']} levels of {sizes['K']} give {paths}"
         )
 
 

@@ -1,9 +1,9 @@
 """Attention of trees on Hopper: loads keys and values while it multiplies others.
 
-Results and splits are those of attention_tiles.py, to the same bits. Gluon places memory by hand. One warp of a program
-only loads: tiles of keys and values come through TMA into a ring of slots in shared memory. Each slot has two barriers:
-it is full, and it has been read. Four warps multiply. While the tensor cores add up a tile's values, these warps make
-the weights of the next tile's scores. One loop goes through all splits, over committed and new keys.
+Splits and results are the same as in attention_tiles.py, bit for bit. Gluon places memory by hand. One warp of a
+program only loads: tiles of keys and values come through TMA into a ring of slots in shared memory. Each slot has two
+barriers: it is full, and it has been read. Four warps multiply. While the tensor cores add up a tile's values, these
+warps make the weights of the next tile's scores. One loop goes through all splits, over committed and new keys.
 
 Weights are rounded to 16 bits in pairs. Triton rounds them one by one (F2F), in the unit that also makes exponentials
 (XU), which took an eighth to a quarter of the time. The same PTX gives the rounded weights back as fp32. Sums are only

@@ -264,8 +264,8 @@ def _relative_to(top, base):
 
 @triton.jit
 def _add_split(sums, base, whole, acc, top, total):
-    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it: exact but for the sum, and
-    for what underflows."""
+    """Add a split's (weighted sum, maximum, denominator) to the totals of the splits before it: exact but for the sum,
+    and for what underflows."""
     new_base = tl.maximum(base, top)
     before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
     return tl.fma(acc, beside[:, None], sums * before[:, None]), new_base, tl.fma(total, beside, whole * before)
@@ -306,8 +306,8 @@ def _attend(
     weights are relative to (-inf: there are none), and their sum.
 
     Tiles of committed rows need no mask (unless there is a window); those that touch new keys have a size of their own.
-    ALL_SPLITS: the span is that of all splits; each is summed by itself first. sink: log2 of the weight that
-    each row begins with, None: 0. tanh_scale: scale_log2 is that of tanh(tanh_scale * q k), None: of q k.
+    ALL_SPLITS: the span covers all splits; each is summed by itself first. sink: log2 of the weight that
+    each row begins with, None: 0. tanh_scale: scale_log2 is the factor of tanh(tanh_scale * q k), None: of q k.
     """
     BLOCK_M: tl.constexpr = TILES.rows
     BLOCK_N: tl.constexpr = TILES.keys
@@ -433,7 +433,7 @@ def attend_split(
     SPLITS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Attend the rows of a task. The sum of a split goes to `parts`, that of all to `out`, and its log-sum-exp
+    """Attend the rows of a task. The sum of one split goes to `parts`, the sum of all to `out`, and its log-sum-exp
     [B, Hq, N] to `lse_ptr` if there is one. A split without keys writes nothing. The first split carries the sinks
     [Hq]."""
     D: tl.constexpr = SIZES.width

@@ -56,7 +56,7 @@ def _draft_inputs_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B * n, 2): a program makes one half of one row, that of the token or of the feature."""
+    """Grid (B * n, 2): a program makes one half of one row, the token's or the feature's."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     inputs = inputs_ptr + row * (2 * size)

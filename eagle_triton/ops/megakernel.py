@@ -24,8 +24,8 @@ time than a barrier.
 | table       | [B, M]                  | int32  | pages of PAGE rows, of the target's cache and of the draft's |
 | others      | [rows, ...]             | model's| rows of a pass, b * n + i; fp32 partial sums of split products |
 
-Numerics: those of the operations. A barrier that waits too long ends the launch with FAULT in every sequence's report
-(see `grid_barrier`), and the host raises.
+Numerics: as in the operations. A barrier that waits too long ends the launch with FAULT in every sequence's report (see
+`grid_barrier`), and the host raises.
 """
 
 from __future__ import annotations

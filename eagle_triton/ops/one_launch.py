@@ -22,7 +22,7 @@ queries.
 Between phases, programs send values to each other through mailboxes in global memory, without barriers. A value is an
 fp32 number with the layer's parity as its last bit. A reader loads until the last bits of all its values are right.
 Sent are bf16 numbers, which lose nothing by this, and parts of attention, which lose their last bit. A mailbox is used
-once per layer, and its next writers have waited for all of its readers in between. A reader that waits in vain takes
+once per layer, and its next writers have waited for all of its readers in between. A reader that waits too long takes
 NaN. If a program is missing, NaN ends in the logits.
 
 Each weight of a model is its own tensor. One TMA descriptor reaches all of them: its matrix has rows of 128 bytes from
@@ -117,8 +117,8 @@ def _parts_of_x(S):
 
 
 def settings_for(S: Sizes) -> dict[str, int]:
-    """SLOTS: as many as fit into shared memory, beside x and the products' sums. LOADS: measured on an H200. With more
-    loads in flight, values between programs wait for weights, which matters if weights are small."""
+    """SLOTS: the number that fits into shared memory, beside x and the products' sums. LOADS: measured on an H200. With
+    more loads in flight, values between programs wait for weights, which matters if weights are small."""
     others = _parts_of_x.fn(S) * 2048 + (64 if S.I <= 8192 else 128) * 256 + 8192
     return {"SLOTS": (227 * 1024 - others) // 16384, "LOADS": 2 if S.H == 1024 else 3}
 
@@ -143,9 +143,9 @@ def keys_descriptor(cache: Tensor, rows: int) -> TensorDescriptor:
 
 class Model(NamedTuple):
     """Tensors that are read by address: embeddings [V, H] and the last norm [H] in bf16; the first rows of q, k, v, o,
-    gate, up and down in the matrix over all weights, int32 [L, 8], of a mixture those of its first expert; addresses of
-    the norms of inputs, of SwiGLU's, of queries and keys, and of a mixture's router, int64 [L, 8]; rotary's frequencies
-    [R / 2] in fp32, and the factor of sine and cosine."""
+    gate, up and down in the matrix over all weights, int32 [L, 8], in a mixture the rows of its first expert; addresses
+    of the norms of inputs, of SwiGLU's, of queries and keys, and of a mixture's router, int64 [L, 8]; rotary's
+    frequencies [R / 2] in fp32, and the factor of sine and cosine."""
 
     embedding: Tensor
     norm: Tensor
@@ -232,7 +232,7 @@ class Work(NamedTuple):
 # What inserts PTX takes it as an argument, because otherwise Triton's cache would not see that it has changed.
 @gluon.constexpr_function
 def _receiving(loads):
-    """PTX that loads until the last bits of all values equal that of the last operand, or gives NaN after _TRIES; its
+    """PTX that loads until the last bits of all values equal the last operand's, or gives NaN after _TRIES; its
     constraints, and the number of its outputs.
 
     loads: tuples (operand with the address, number of loads, bytes between them, values of one).
@@ -590,7 +590,7 @@ def multiply_add(x, w, sums):
 
     For every two words of a thread, a warp multiplies eight rows of x by eight columns of w, 16 numbers each. Lanes 4 i
     to 4 i + 3 hold row i and column i, which belong together: only products of a row with its own column are wanted. Of
-    four words, a thread's first two sums are those of its lane's row with columns 2 * (its lane % 4) and the next. The
+    four words, a thread's first two sums belong to its lane's row with column 2 * (its lane % 4) and the next one. The
     other two are zero.
     """
     values = [x, w, sums]
@@ -602,7 +602,7 @@ def _products(work, n, blocks, half, parts, turn, of_experts, S: gl.constexpr):
     """Sums of blocks of eight rows times x, which has 1024 columns in each of `parts` parts, from part `turn` on.
 
     From block `half` on, rows use the second half of work.sums. of_experts: x has a part of S.I columns for each
-    expert, and every H / 1024 blocks are those of one.
+    expert, and every H / 1024 blocks belong to one.
     """
     ring = work.ring
     SLOTS: gl.constexpr = ring.full.shape[0]

@@ -185,7 +185,7 @@ def topk_chunk_of(vocabulary: int) -> int:
 def choose_beam(parents, log_probs, selected_ptr, children, k, width, CHILDREN: tl.constexpr, WIDTH: tl.constexpr):
     """The scores [CHILDREN] of one sequence's children of a level, and which of them [WIDTH] become the next beam.
 
-    parents: its nodes' scores, a Vector. log_probs: those of their children, a Matrix.
+    parents: its nodes' scores, a Vector. log_probs: of their children, a Matrix.
     """
     child = tl.arange(0, CHILDREN)
     inside = child < children
@@ -207,7 +207,7 @@ def choose_beam(parents, log_probs, selected_ptr, children, k, width, CHILDREN: 
 
 @triton.jit
 def store_ancestors(above, out_ptr, parent, first_slot, width, words, WIDTH: tl.constexpr):
-    """The ancestors of one sequence's new beam: those of its parents, `above`, and every slot's own bit. out is
+    """The ancestors of one sequence's new beam: its parents' ancestors, `above`, and every slot's own bit. out is
     contiguous."""
     lane = tl.arange(0, WIDTH)
     slot = first_slot + lane
@@ -399,8 +399,7 @@ def _build_tree_kernel(
     DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,). A root is in column 0 of its row, or in column lengths[b]. tree_strides: those of the Tree's
-    tensors."""
+    """Grid (B,). A root is in column 0 of its row, or in column lengths[b]. tree_strides: of the Tree's tensors."""
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
     if lengths_ptr is not None:

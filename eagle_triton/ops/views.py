@@ -26,7 +26,7 @@ def view(kind: type[View], x: Tensor) -> View: ...
 @overload
 def view(kind: type[View], x: None) -> None: ...
 def view(kind: Any, x: Tensor | None) -> Any:
-    """A view of a tensor, with as many of its first strides as this kind of view has."""
+    """A view of a tensor, with the number of its first strides that this kind of view has."""
     return None if x is None else kind(x, *x.stride()[: len(kind._fields) - 1])
 
 

@@ -1,8 +1,8 @@
 """The rule by which the draft's entropy decides how deep to draft (EGAG).
 
-A confident draft (low entropy) may draft deeper. The entropy is that of the raw logits, at temperature 1, from which a
-step's first draft is taken, so it needs no extra pass. The depth depends on the text and the draft only, not on the
-target's logits of the same step, so the output keeps the target's distribution.
+A confident draft (low entropy) may draft deeper. The entropy is computed from the raw logits of a step's first draft,
+at temperature 1, so it needs no extra pass. The depth depends on the text and the draft only, not on the target's
+logits of the same step, so the output keeps the target's distribution.
 """
 
 from __future__ import annotations

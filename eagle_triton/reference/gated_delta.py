@@ -29,8 +29,8 @@ committed tokens only.
 | ancestors | [B, n, 1] int64          | bit j of row i: node j is i or an ancestor of i, so j <= i            |
 | gates     | [B, n, 2, HV] fp32       | g and beta of each node                                               |
 
-Rounding is that of Hugging Face's models in torch: the convolution and its SiLU to the model's dtype, beta to the dtype
-of b, outputs to the model's dtype. Everything else is fp32, except the sums of g, which are fp64.
+Rounding is the same as in Hugging Face's models in torch: the convolution and its SiLU to the model's dtype, beta to
+the dtype of b, outputs to the model's dtype. Everything else is fp32, except the sums of g, which are fp64.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def causal_conv(
 
     A node's predecessors are its ancestors; the root's are in `window`, the newest last. Without `ancestors` the tokens
     are consecutive, and the window is updated in place. raw [B, n, C]: gets q, k and v. Returns mixed [B, n, C], in
-    `out` if given. pieces: the B rows are pieces of prompts in some slots, and `window` [slots, W - 1, C] is that of
-    all slots; then ancestors, raw and out must be None. Raises ValueError if shapes, dtypes or devices do not fit.
+    `out` if given. pieces: the B rows are pieces of prompts in some slots, and `window` [slots, W - 1, C] has all
+    slots; then ancestors, raw and out must be None. Raises ValueError if shapes, dtypes or devices do not fit.
     """
     operands.check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
     if pieces is not None:
@@ -131,8 +131,8 @@ def delta_chunk(
     """`delta_recurrent` in chunks of 64 tokens: each chunk is computed as a tree that is a chain, then the state is
     updated.
 
-    pieces: the B rows are pieces of prompts in some slots, and `state` [slots, HV, K, V] is that of all slots. Each
-    piece is a chunk of at most 64 tokens.
+    pieces: the B rows are pieces of prompts in some slots, and `state` [slots, HV, K, V] has all slots. Each piece is a
+    chunk of at most 64 tokens.
     """
     operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
     if pieces is not None:

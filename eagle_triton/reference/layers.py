@@ -135,7 +135,7 @@ def rotary_append(
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
     q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d]: N rows are written in place, from row first_row [B]
-    int32 + `skip` on. Positions are first_row + depths [B, N] int32, or those of the rows without depths. inv_freq
+    int32 + `skip` on. Positions are first_row + depths [B, N] int32, or without depths the rows' own. inv_freq
     [r / 2] fp32: angle = position * inv_freq. Both halves of a head's first r <= d elements use the same angles (Su et
     al. 2021, half-rotation layout); the rest is not rotated; cos and sin are multiplied by attention_scaling. q_norm,
     k_norm [d]: per-head RMSNorm weights (Qwen3), and v_norm [d] (Gemma 4), see rms_norm for `zero_centred` and

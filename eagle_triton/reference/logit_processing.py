@@ -26,7 +26,7 @@ def mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:
 def process_logits(
     logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules, lengths: Tensor, stop_ids: Tensor
 ) -> Tensor:
-    """The logits by which a tree's nodes are verified, float32 [B, N, V]. Each node's are those of plain decoding.
+    """The logits by which a tree's nodes are verified, float32 [B, N, V]: for each node as in plain decoding.
 
     logits [B, N, V] of the target after each node; tokens [B, N] int64; ancestors [B, N, W] int64, bit j of row i: node
     j is i or an ancestor of i; lengths [B] int32: the root's position; stop_ids [B, S] int64, ignored outside the

@@ -74,8 +74,8 @@ def uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> T
 
     positions [B, n] int32: the token's position in its sequence, from 0 on. The numbers are a function of (seed,
     position, token) only. Philox 4x32-10: key = seed, counter = (token // 4, position, 1, 0), output word token % 4;
-    the 1 makes the counters differ from those of `uniform`. The number is (word + 1/2) / 2^32 rounded to float32, at
-    most 1 - 2^-24. Raises ValueError if shapes, dtypes or devices do not fit.
+    the 1 makes the counters differ from `uniform`'s. The number is (word + 1/2) / 2^32 rounded to float32, at most
+    1 - 2^-24. Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_uniform_at(params, positions, vocabulary)
     token = torch.arange(-(-vocabulary // 4), device=positions.device).expand(*positions.shape, -1)

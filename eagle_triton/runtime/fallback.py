@@ -1,8 +1,8 @@
-"""The fallback for kernels that do not compile or load: their portable twins run instead.
+"""The fallback for kernels that do not compile or load: slower ones, or torch, run instead.
 
-A Gluon kernel's twin is the Triton kernel of the same operation; a Triton kernel's twin is the torch reference. A
-kernel may fail because of a new Triton, a driver, a GPU, or a missing C compiler. `engine/operations.py` replaces it by
-its twin. Nothing here imports Triton before a kernel exists.
+A Gluon kernel falls back to the Triton kernel of the same operation, a Triton kernel to the torch reference. A kernel
+may fail because of a new Triton, a driver, a GPU, or a missing C compiler. `engine/operations.py` replaces it. Nothing
+here imports Triton before a kernel exists.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Float8ExpertWeight:
         return self.values, self.scales
 
     def dequantised(self, dtype: torch.dtype, experts: Tensor | None = None) -> Tensor:
-        """The weights themselves, [E, N, K], or those of the experts with these numbers, int64 [n]; rounded once."""
+        """The weights themselves, [E, N, K]; experts: of these experts only, int64 [n]; rounded once."""
         bytes, scales = self.bytes, self.scales.float()
         if experts is not None:
             bytes, scales = bytes.index_select(0, experts), scales.index_select(0, experts)

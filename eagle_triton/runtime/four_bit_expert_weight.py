@@ -89,7 +89,7 @@ class FourBitExpertWeight:
         return (self.packed, self.scales) if self.zeros is None else (self.packed, self.scales, self.zeros)
 
     def dequantised(self, dtype: torch.dtype, experts: Tensor | None = None) -> Tensor:
-        """The weights themselves, [E, N, K], or those of the experts with these numbers, int64 [n]; rounded once."""
+        """The weights themselves, [E, N, K]; experts: of these experts only, int64 [n]; rounded once."""
         packed, scales, zeros = self.packed, self.scales, self.zeros
         if experts is not None:
             packed, scales = packed.index_select(0, experts), scales.index_select(0, experts)

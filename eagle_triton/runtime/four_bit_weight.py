@@ -124,7 +124,7 @@ class FourBitWeight:
 
     @property
     def has_whole_units(self) -> bool:
-        """Whether the columns are those of whole steps on Hopper: see ops/linear/hopper_four_bits.py."""
+        """Whether the columns make whole steps on Hopper: see ops/linear/hopper_four_bits.py."""
         return self.group % 32 == 0 and self.shape[1] % 128 == 0
 
     @property

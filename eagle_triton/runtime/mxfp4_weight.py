@@ -69,7 +69,7 @@ class Mxfp4Weight:
         return self.blocks, self.scales
 
     def dequantised(self, dtype: torch.dtype, experts: Tensor | None = None) -> Tensor:
-        """The weights themselves, [E, N, K], or those of the experts with these numbers, int64 [n]."""
+        """The weights themselves, [E, N, K]; experts: of these experts only, int64 [n]."""
         blocks, scales = self.tensors
         if experts is not None:
             blocks, scales = blocks.index_select(0, experts), scales.index_select(0, experts)

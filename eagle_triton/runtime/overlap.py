@@ -2,7 +2,7 @@
 
 Then everything that a kernel does before it reads another kernel's results (its launch, its set-up, the first tiles of
 its weights) costs nothing. Every program of a kernel launched this way waits until the kernels before it have completed
-(griddepcontrol.wait), before it reads their results and before it writes. So the results are those of plain stream
+(griddepcontrol.wait), before it reads their results and before it writes. So results are the same as in plain stream
 order. Each kernel chooses when it lets the next kernel start (griddepcontrol.launch_dependents). Most do so at once.
 Products do so when their sums are complete, after their own wait; SwiGLU's does so at once, because a product follows.
 

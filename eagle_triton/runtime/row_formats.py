@@ -60,8 +60,8 @@ class Float8Pair(NamedTuple):
 
 
 class WordOrdered(NamedTuple):
-    """x [..., K] in fp16 or bf16, its columns in the order in which words of four bits hold those of the weights: in
-    each 32 columns, column 8 * word + i + 4 * pair is at 8 * i + 2 * word + pair.
+    """x [..., K] in fp16 or bf16, its columns in the same order as in words of four-bit weights: in each 32 columns,
+    column 8 * word + i + 4 * pair is at 8 * i + 2 * word + pair.
 
     | name   | shape     | dtype, layout |
     |--------|-----------|---------------|

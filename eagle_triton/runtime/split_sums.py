@@ -77,7 +77,7 @@ class SharedSums:
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """A table [V, H] with equally many rows on each rank, in rank order.
+    """A table [V, H] with the same number of rows on each rank, in rank order.
 
     embed_rms_norm takes it instead of a table. Each read exchanges the ranks' look-ups, so all ranks must read it
     equally often. rows [V / size, H]: this rank's.

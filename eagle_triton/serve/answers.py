@@ -181,7 +181,7 @@ class Choice:
         return said
 
     def prompt_logprobs(self, completion: Completion) -> list[dict[str, Any] | None] | None:
-        """For each token of the prompt but the first: by token id, its own log-probability and those of the likeliest
+        """For each token of the prompt but the first: by token id, the log-probabilities of itself and of the likeliest
         tokens. The rank of a token that is not among the likeliest is None. Returns None if the body asks for none."""
         if (most := self._body["prompt_logprobs"]) is None:
             return None

@@ -135,8 +135,8 @@ class TextGeneration(Generation):
     )
     return_tokens_as_token_ids: bool | None = about("true: log-probabilities name tokens as `token_id:ID`", "vLLM")
     prompt_logprobs: Top | None = about(
-        "for each token of the prompt but the first: its log-probability, and those of this many likeliest tokens, "
-        "by token id; not with `stream`", "vLLM",
+        "for each token of the prompt but the first: its log-probability, and the log-probabilities of this many "
+        "likeliest tokens, by token id; not with `stream`", "vLLM",
     )  # fmt: skip
     truncate_prompt_tokens: int | None = about("read only this many tokens of a longer prompt", "vLLM", ge=1)
     truncation_side: Literal["left", "right"] | None = about(
@@ -232,7 +232,7 @@ class ChatBody(TextGeneration, BeginningFields, ToolFields):
         "the conversation; the chat template turns it into a prompt", default=..., min_length=1
     )
     max_completion_tokens: int | None = about(
-        "as many as fit by default. The prompt and this many tokens must fit into `max_model_len`", ge=1
+        "all that fit by default. The prompt and this many tokens must fit into `max_model_len`", ge=1
     )
     max_tokens: int | None = about("the older name of `max_completion_tokens`", ge=1)
     logprobs: bool | None = about(

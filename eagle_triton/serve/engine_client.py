@@ -43,7 +43,7 @@ class Ticket:
 
 
 class EngineClient:
-    """Takes tickets through an engine, as many at a time as it has slots. Others wait in line.
+    """Takes tickets through an engine, at most one for each of its slots at a time. Others wait in line.
 
     Its methods run in the event loop's thread. `start` and `close` may be called in any other thread, `drain` also in a
     signal handler. One more thread runs the engine, or listens to its process.

@@ -280,7 +280,7 @@ def _parser(program: str) -> Parser:
     add, model, text = parser.add_argument, command_line.model, command_line.some_text
     whole, number, file = command_line.whole, command_line.number, command_line.existing_file
     add("model", nargs="?", type=model, metavar="MODEL", help="the target: directory or hub id (default: demo)")
-    add("--model", dest="model_option", type=model, metavar="MODEL", help="the target, as an option")
+    add("--model", dest="model_option", type=model, metavar="MODEL", help="the same as MODEL, as an option")
     add("--draft", type=model, metavar="HEAD", help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp "
         "(default: the draft beside the target, else text that occurred before)")
     add("--speculative-config", type=_speculative, metavar="JSON", help="how to draft, in the form that vLLM takes")
@@ -301,18 +301,18 @@ def _parser(program: str) -> Parser:
         "positions of the model)")
     add("--max-num-seqs", type=whole(most=256), default=64, metavar="N", help="requests that run at the same time "
         "(default: 64)")
-    add("--warm-up", action="store_true", help="capture steps for every number of requests first")
-    add("--no-fallback", action="store_true", help="keep drafting where plain decoding is measured faster")
+    add("--warm-up", action="store_true", help="first capture the steps for every number of requests")
+    add("--no-fallback", action="store_true", help="keep drafting even if plain decoding is faster")
     add("--max-queue", type=whole(0), default=256, metavar="N", help="requests that may wait (default: 256); else 429")
-    add("--cache-tokens", type=whole(), metavar="N", help="room for keys and values (default: it grows)")
-    add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="for requests without one (default: 1)")
+    add("--cache-tokens", type=whole(), metavar="N", help="tokens that the cache holds (default: it grows)")
+    add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="of requests that give none (default: 1)")
     add("--chat-template", type=file, metavar="FILE", help="a Jinja file (default: the tokenizer's)")
-    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS", help="for running requests to end "
-        "after SIGTERM (default: 30)")
+    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS", help="after SIGTERM, wait this long "
+        "for running requests (default: 30)")
     add("--log-prompts", action="store_true", help="write prompts and answers to the log")
     command_line.add_device(parser)
     add("--activations", choices=("exact", "as-published"), default="exact", help="inputs of FP8 projections: not "
-        "rounded (default), or rounded as their modules round them")
+        "rounded (exact, the default), or rounded as their modules do")
     add("--draft-dtype", choices=("fp8", "int4"), help="copy the draft's weights to 8 or 4 bits (default: as they are)")
     add("--engine", choices=ENGINES, help="start that engine's own server instead")
     add("--config", type=file, metavar="FILE", help="YAML file with these options")

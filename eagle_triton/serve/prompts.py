@@ -219,8 +219,8 @@ def _told(body: Body, template: str) -> dict[str, Any]:
     if body.tools.auto and not reads("tools"):
         raise FieldError("tools", "are not read by this model's chat template")
     if body.tools.auto and form_of(template) is None:
-        raise RequestError(400, "tools: this model's chat template writes calls in an unknown form; known are those of "
-                           "Hermes (Qwen), Llama 3, Mistral and gpt-oss", "tools")  # fmt: skip
+        raise RequestError(400, "tools: this model's chat template writes calls in an unknown form; the forms of "
+                           "Hermes (Qwen), Llama 3, Mistral and gpt-oss are known", "tools")  # fmt: skip
     for index, message in enumerate(body.messages or ()):
         for name in message:
             told_apart = name == "name" and message["role"] != "tool"  # participants; a tool's result has its call's id

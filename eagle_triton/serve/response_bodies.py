@@ -110,7 +110,7 @@ class ResponseBody(Generation, ResponseInput):
     """Of /v1/responses."""
 
     store: bool | None = about("false: do not keep this response. The last 1000 are kept in memory")
-    max_output_tokens: int | None = about("as many as fit by default", ge=1)
+    max_output_tokens: int | None = about("all that fit by default", ge=1)
     background: bool | None = about(
         "true: return at once with the status `queued`; `GET` reads the response later. Not with `stream`, nor with "
         "`store` false"

@@ -1,4 +1,4 @@
-"""POST /v1/responses: its body, read as that of a chat, and its answers, whole or as a stream of events."""
+"""POST /v1/responses: its body, read like a chat's, and its answers, whole or as a stream of events."""
 
 from __future__ import annotations
 

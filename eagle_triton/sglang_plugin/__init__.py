@@ -1,4 +1,4 @@
-"""Our tree kernels in the places where SGLang's workers call theirs, for SGLang 0.5.13 and 0.5.23.
+"""Puts our tree kernels where SGLang's workers call SGLang's, for SGLang 0.5.13 and 0.5.23.
 
 `register` is the entry point `eagle_triton` of the group `sglang.srt.plugins`, which SGLang calls in its processes.
 `patch_sglang` does the same in one process, and returns what undoes it. This file imports neither torch nor Triton, so
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 def patch_sglang() -> Originals:
     """Put our tree building and verification into SGLang's modules, in this process.
 
-    Imports modules of SGLang. `restore()` of the returned object, or the end of a `with` block, sets the former objects
-    again; `report()` counts the calls of each replacement and says what was left to SGLang and why. Raises ImportError
-    if SGLang or one of these modules cannot be imported, and PatchError, before anything is changed, if its version is
-    unknown, a module lacks a name that this version has, the device is one for which there is no Triton here (NPU,
-    MUSA), or SGLang is patched already.
+    Imports modules of SGLang. `restore()` of the returned object, or the end of a `with` block, puts SGLang's own
+    objects back; `report()` counts the calls of each replacement and says what was left to SGLang and why. Raises
+    ImportError if SGLang or one of these modules cannot be imported, and PatchError, before anything is changed, if its
+    version is unknown, if a module lacks a name that this version should have, if the device has no Triton kernels here
+    (NPU, MUSA), or if SGLang is patched already.
     """
     from eagle_triton.sglang_plugin.patch import patch
 

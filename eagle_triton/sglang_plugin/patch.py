@@ -22,7 +22,7 @@ _RENORM = {
     "top_k_renorm_prob": replacements.top_k_renorm_prob,
     "top_p_renorm_prob": replacements.top_p_renorm_prob,
 }
-_DFLASH = "SGLang has no sampled verification on this device: DFlash, whose drafts are chains, verifies greedily"
+_DFLASH = "SGLang has no sampled verification on this device: DFlash, which drafts chains, verifies greedily"
 
 
 def patch() -> Originals:
@@ -30,7 +30,7 @@ def patch() -> Originals:
     version = importlib.import_module("sglang").__version__.partition("+")[0]
     if version not in _SEAMS:
         raise PatchError(
-            f"sglang {version}: its tree kernels' places are known for {' and '.join(_SEAMS)} only; nothing was changed"
+            f"sglang must be {' or '.join(_SEAMS)} to replace its tree kernels, got {version}; nothing was changed"
         )
     utils = importlib.import_module("sglang.srt.utils")
     for device in ("npu", "musa"):
@@ -107,7 +107,7 @@ def _module(name: str) -> ModuleType:
 
 def _existing(module: ModuleType, name: str) -> Any:
     if not hasattr(module, name):
-        raise PatchError(f"{module.__name__}.{name} does not exist: not the SGLang that is known; nothing was changed")
+        raise PatchError(f"{module.__name__}.{name} does not exist in this build of SGLang; nothing was changed")
     return getattr(module, name)
 
 

@@ -35,7 +35,7 @@ def build_tree(
 ) -> None:
     """The kernel that `build_tree_kernel_efficient` calls: integrators.build_tree_in_place, which says what it raises.
 
-    parent_list may have another dtype: of one step, where it is empty, a worker makes it as float32.
+    parent_list may have another dtype: with one step it is empty, and a worker then makes it float32.
     """
     integrators.build_tree_in_place(
         parent_list.long().contiguous(),

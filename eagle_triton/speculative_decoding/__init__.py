@@ -1,7 +1,7 @@
 """Speculative decoding as functions over any transformers model: with a drafter, n-grams, or adaptive draft lengths.
 
-`speculative_generate` drafts with a smaller model, a fixed number of tokens or as many as EGAG allows by the drafter's
-entropy. `ngram_assisted_speculative_generate` drafts with counted n-grams. `autoregressive_generate` and
+`speculative_generate` drafts with a smaller model: a fixed number of tokens, or the number that EGAG allows by the
+drafter's entropy. `ngram_assisted_speculative_generate` drafts with counted n-grams. `autoregressive_generate` and
 `beam_search_generate` decode without drafts. The `_encoder_decoder` functions are for T5 and similar models. There are
 also logits processors, n-gram storages, `prune_cache` and functions that print steps.
 

@@ -97,7 +97,7 @@ def start_token(model: Any, pad_token_id: int) -> int:
 
 @dataclass
 class Decoding:
-    """The loop over a text's steps, here with the target alone. drafts: those of the latest step."""
+    """The loop over a text's steps, here with the target alone. drafts: of the latest step."""
 
     target: CausalReader
     processor: LogitsProcessor
@@ -170,7 +170,7 @@ def beam_search_generate(
     check_range("num_beams", num_beams, 1)
     check_range("top_k", top_k, 1, reader.vocabulary)
     if min_length < 0 or not math.isfinite(min_length) or not math.isfinite(alpha):
-        raise ValueError(f"min_length must be at least 0, it and alpha finite, got {min_length} and {alpha}")
+        raise ValueError(f"min_length must be finite and at least 0, and alpha finite, got {min_length} and {alpha}")
 
     def score(beam: Beam) -> float:
         return beam.log_prob / ((min_length + len(beam.tokens)) / (min_length + 1)) ** alpha

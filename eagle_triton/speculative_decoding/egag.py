@@ -1,9 +1,9 @@
 """EGAG chooses how many tokens to draft, by the entropy of the drafter's logits.
 
-A sure drafter (low entropy) may draft more than a doubtful one. The entropy is that of a step's first draft, so it
-costs no extra forward. It is computed from raw logits at temperature 1, not from a processor's output (greedy would
-always have entropy 0). The number depends only on the text and the drafter, not on the target in the same step, so
-output keeps the target's distribution.
+A sure drafter (low entropy) may draft more than a doubtful one. The entropy comes from the logits of a step's first
+draft, so it costs no extra forward. It is computed from raw logits at temperature 1, not from a processor's output
+(greedy would always have entropy 0). The number depends only on the text and the drafter, not on the target in the same
+step, so output keeps the target's distribution.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EntropyGuide:
 
     def __init__(self, config: EGAGConfig) -> None:
         if config.gamma_max is None:
-            raise ValueError("gamma_max: the rule of a generation needs a number")
+            raise ValueError("gamma_max must be a number for EntropyGuide, got None")
         self.config, self.gamma_max = config, config.gamma_max
         self.h_norm: float | None = None
         self.h_ema: float | None = None

@@ -42,7 +42,7 @@ def speculative_step(
 ) -> None:
     """Print a step: its drafts, how many were accepted, and the target's own token, if any.
 
-    proposed: the number of drafts, None: as many as given. For a tree only accepted drafts are given.
+    proposed: the number of drafts, None: the number given. For a tree only accepted drafts are given.
     """
     shown = [
         _coloured(token_ids_to_string(tokens, tokenizer), colour, file)

@@ -110,7 +110,7 @@ def vocabulary_size(model: Any) -> int:
         return int(head.weight.shape[0])
     size = getattr(_text_config(model), "vocab_size", None)
     if size is None:
-        raise ValueError(f"{type(model).__name__}: neither get_output_embeddings() nor config.vocab_size is there")
+        raise ValueError(f"{type(model).__name__} has neither get_output_embeddings() nor config.vocab_size")
     return int(size)
 
 

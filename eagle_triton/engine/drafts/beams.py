@@ -68,9 +68,9 @@ class DraftNodes(NamedTuple):
 def check_norms_match(what: str, *norms: Norm) -> None:
     """Raise ValueError unless norms are computed in the same way; weights and eps may differ."""
     if len({norm.zero_centred for norm in norms}) > 1:
-        raise ValueError(f"{what} must be both zero-centred or neither")
+        raise ValueError(f"{what} must both be zero-centred, or neither")
     if len({norm.round_first for norm in norms}) > 1:
-        raise ValueError(f"{what} must both round before their weight or neither")
+        raise ValueError(f"{what} must both round before their weight, or neither")
 
 
 def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
@@ -94,16 +94,16 @@ def with_vocabulary(draft: ScoringDraft, tokens: int | Collection[int]) -> Scori
     """
     known, tokens = draft.embedding.shape[0], checked_vocabulary(tokens)
     if draft.d2t is not None:
-        raise ValueError(f"draft_vocabulary: the draft already has its own vocabulary of {len(draft.d2t)} tokens")
+        raise ValueError(f"draft_vocabulary must be None: the draft has its own vocabulary of {len(draft.d2t)} tokens")
     if draft.head.joined_over is not None:
-        raise ValueError("draft_vocabulary: ranks share the rows of the draft's vocabulary projection")
+        raise ValueError("draft_vocabulary must be None: ranks share the draft's vocabulary projection (tp_plan)")
     if draft.head.weight is None:
-        raise ValueError("draft_vocabulary: the draft's vocabulary projection is not a plain matrix")
+        raise ValueError("draft_vocabulary must be None: the draft's vocabulary projection is not a plain matrix")
     most = tokens - 1 if isinstance(tokens, int) else max(tokens)
     if most >= known:
         raise ValueError(f"draft_vocabulary: tokens must lie in 0..{known - 1}, got {most}")
     if isinstance(draft.head.weight, Float8Weight) and draft.head.weight.in_blocks:
-        raise ValueError("draft_vocabulary: the draft's vocabulary projection has FP8 scales for blocks, not for rows")
+        raise ValueError("draft_vocabulary must be None: the draft's vocabulary projection has FP8 scales for blocks")
     device = draft.head.weight.device
     ids = torch.arange(tokens, device=device) if isinstance(tokens, int) else torch.tensor(tokens, device=device)
     return draft.with_vocabulary(ids)
@@ -113,7 +113,7 @@ def with_rows(projection: Projection, ids: Tensor) -> Projection:
     """The same projection with only these outputs [n]. Their rows are copied."""
     assert projection.weight is not None
     if isinstance(projection.weight, FourBitWeight):
-        raise ValueError("draft_vocabulary: the draft's vocabulary projection is in four bits; leave the option out")
+        raise ValueError("draft_vocabulary must be None: the draft's vocabulary projection is in four bits")
     rows = rows_of(projection.weight, ids)
     return replace(
         projection,
@@ -231,8 +231,9 @@ class ScoringDraft(Draft):
         state: DecodeState,
         score: Callable[[int, Expansion | None], tuple[Tensor, Tensor]],
     ) -> Candidates:
-        """The candidates that `score` scores. It is called with each level and with the chosen nodes whose children it
-        must score, None for the root. It returns the children's log-probabilities [B, P, K] and tokens [B, P * K]."""
+        """The candidates that `score` scores. It is called with each level and with the chosen nodes, None for the
+        root. It must score their children. It returns the children's log-probabilities [B, P, K] and tokens [B, P *
+        K]."""
         spec, plan = state.spec, state.draft_tree_tensors
         scores, ancestors, first_slot, nodes = plan.root_score, plan.root_ancestors, 0, None
         found = Candidates.new(spec, state.batch, state.lengths.device)

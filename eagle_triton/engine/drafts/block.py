@@ -1,7 +1,7 @@
 """Block drafters: one forward over the root and mask tokens scores all levels of a tree (DFlash, arXiv 2602.06036).
 
 The layers' keys and values of committed tokens are made from the target's features, without a forward. After them lie
-those of the block, which the next step overwrites.
+the block's own, which the next step overwrites.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BlockSlots(NamedTuple):
 
 
 class BlockPlan(BeamPlan):
-    """The tensors of a BeamPlan, and those of the block."""
+    """The tensors of a BeamPlan and of the block."""
 
     by_slot = (*BeamPlan.by_slot, "tokens", "all_rows")
 

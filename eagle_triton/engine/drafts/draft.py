@@ -31,7 +31,7 @@ class Draft(ABC):
     """Whether it needs every committed token: then plain steps keep their features for `catch_up`."""
 
     any_tree: ClassVar[bool] = False
-    """Whether it can draft trees of any shape, not only that of `read_tree`."""
+    """Whether it can draft trees of any shape, not only of the shape of `read_tree`."""
 
     @property
     def by_token(self) -> bool:
@@ -59,7 +59,7 @@ class Draft(ABC):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers whose inputs, concatenated, are the features that it takes in; none: the output of the
+        """The target's layers. Their inputs, concatenated, are the features that it takes in; none: the output of the
         last."""
         return ()
 
@@ -125,7 +125,7 @@ class Draft(ABC):
         """A sequence of `length` tokens, the first `prompt` of them its prompt, leaves its slot. Runs on the host."""
 
     def forget(self) -> None:
-        """Forget all former requests."""
+        """Forget all earlier requests."""
 
     def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
         """Take in the tokens of up to `steps` plain steps (`sequences.skipped`)."""

@@ -108,7 +108,7 @@ class HybridDraft(WrappedDraft):
 def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, ring_tokens: int = RING_TOKENS) -> Draft:
     """Drafts of at most `places` tokens from earlier text, in one tree with a model's drafts, or alone.
 
-    ring_tokens: how many tokens of former outputs are kept; 0: none. Raises ValueError for a model that scores no
+    ring_tokens: how many tokens of earlier outputs are kept; 0: none. Raises ValueError for a model that scores no
     candidates.
     """
     source = SuffixSource(places, ring=OutputRing(ring_tokens, device) if ring_tokens else None)

@@ -33,10 +33,10 @@ FACTOR = 8.0  # most drafts per token of a match: large, because the tree has ro
 
 
 class OutputRing:
-    """Outputs of former requests on the device. The oldest are forgotten first; only whole outputs are kept."""
+    """Outputs of earlier requests on the device. The oldest are forgotten first; only whole outputs are kept."""
 
     def __init__(self, tokens: int, device: torch.device, most_outputs: int | None = None):
-        """tokens: the size; each output takes its tokens and one more. most_outputs: None: as many as fit.
+        """tokens: the size; each output takes its tokens and one more. most_outputs: None: all that fit.
 
         Raises ValueError unless at least one output of one token fits, and at most what the kernels read.
         """
@@ -109,11 +109,11 @@ class RepeatSource(ABC):
         """Take in the output [n] int64 of a request that has ended."""
 
     def forget(self) -> None:
-        """Forget all former requests."""
+        """Forget all earlier requests."""
 
 
 class SuffixSource(RepeatSource):
-    """Finds the longest suffixes of a sequence that occurred in it before, or in outputs of former requests."""
+    """Finds the longest suffixes of a sequence that occurred in it before, or in outputs of earlier requests."""
 
     def __init__(self, places: int, rules: SuffixRules | None = None, ring: OutputRing | None = None):
         check_range("places", places, 1)

@@ -255,7 +255,9 @@ class PagePool:
         else:
             pages = self._pages + max(missing, -(-_MIN_BYTES // max(self.page_bytes, 1)), self._pages // _SHARE)
         if pages < self._pages + missing:
-            raise CacheFullError(f"{missing} more pages of {PAGE_ROWS} rows are needed in a cache of {self.limit}")
+            raise CacheFullError(
+                f"{missing} more pages ({PAGE_ROWS} rows) do not fit into a cache of {self.limit} pages"
+            )
         failure: torch.OutOfMemoryError | None = None
         try:
             larger = [memory.resized(pages, self._pages) for memory in memories]
@@ -323,7 +325,7 @@ class SlotPages:
         return self._held[slot]
 
     def take(self, rows: Mapping[int, int], prefixes: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
-        """Give slots without pages enough for `rows`. Slots share the pages whose keys are in `prefixes`.
+        """Give slots without pages enough for `rows`. Slots share the pages that have keys in `prefixes`.
 
         The tables do not change until `write`. Returns how many pages each slot shares. Raises CacheFullError, and
         takes nothing, if there are not enough.

@@ -237,7 +237,7 @@ class Attention(Mixer):
     gated: in the rows of q, each head's queries are followed by a gate of the head's output, 2d rows for a head
     (Qwen3-Next, Qwen3.5). q_norm and k_norm have one kind and eps, and [d] each, or [Hq * d] and [Hkv * d] (see
     `norms_rows`); v_norm has [d]. Without v, the values are the keys before their norm and rotation. Without k and v it
-    reads those of layer `reads_layer` (Gemma 4).
+    reads the keys and values of layer `reads_layer` (Gemma 4).
     """
 
     q: Projection
@@ -263,7 +263,7 @@ class Attention(Mixer):
 
     @property
     def inputs(self) -> tuple[Projection, ...]:
-        """Its input projections: those of q, k and v that it has."""
+        """Its input projections: of q, k and v, if it has these."""
         return tuple(projection for projection in (self.q, self.k, self.v) if projection is not None)
 
     @property
@@ -362,7 +362,7 @@ class Attention(Mixer):
         return self.q_norm is not None and len(self.q_norm.weight) > self.head_dim
 
     def _own_heads(self, normed: Tensor) -> Tensor:
-        """This rank's part of queries or keys [B, n, *] that were normed together with those of other ranks."""
+        """This rank's part of queries or keys [B, n, *] that were normed together with the other ranks' parts."""
         ranks = self.q.joined_over
         return normed if ranks is None else normed.chunk(ranks.size, -1)[ranks.rank]
 

@@ -103,7 +103,7 @@ def interference(root: nn.Module, path: str) -> str | None:
         if called:
             continue
         if not _is_forward_of(module, vars(module).get("forward")):
-            return f"{where}.forward was replaced on this instance, which would not run"
+            return f"{where}.forward was replaced on this instance, and the replacement would not run"
         source = type(module).forward.__module__ or ""
         if not (f"{source}.".startswith(SOURCES) or (own and f"{source}.".startswith(f"{own}."))):
             return f"{where} is a {type(module).__name__} with a forward of {source}, which would not run"

@@ -196,7 +196,7 @@ class Experts:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All weights; one call reads those of the chosen experts."""
+        """All weights; one call reads only the chosen experts'."""
         yield from _stored_in(self.module)
 
     def bytes_read(self, rows: int) -> float:
@@ -309,7 +309,7 @@ def row_format_of(*projections: Projection) -> RowFormat | None:
 def project(ops: Operations, projection: Projection, x: ProductRows, tune_for_rows: int | None = None) -> Tensor:
     """One matrix product, or the module that replaces it: x [B, n, *] -> [B, n, out].
 
-    tune_for_rows: the number of rows that the launch is chosen for, see `linear`; None: those of x.
+    tune_for_rows: the number of rows that the launch is chosen for, see `linear`; None: the rows of x.
     """
     out = total_of(_project(ops, projection, x, False, tune_for_rows))
     if projection.divisor != 1.0:

@@ -32,7 +32,7 @@ for the smallest."""
 _KERNEL = "eagle_triton.ops.one_launch"
 _HIDDEN = (1024, 2048, 3072, 4096)
 _HEADS = ((16, 8, 128), (32, 8, 64), (24, 8, 128), (32, 8, 128))  # query heads, key heads, and their size
-_MIXTURE = (2048, (32, 4, 128), 768, 128, 8)  # hidden size, heads, an expert's size, experts, and those of a row
+_MIXTURE = (2048, (32, 4, 128), 768, 128, 8)  # hidden size, heads, an expert's size, experts, experts per row
 _ADDRESSES = 128  # bytes: weights must begin at multiples of this, the rows of the kernel's matrix
 
 
@@ -103,7 +103,7 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
         found = (_hidden(layer), shape, inner, mlp.count, mlp.chosen)
         if found != _MIXTURE:
             return (
-                f"has a mixture of sizes {found} (hidden, heads, an expert's, experts, those of a row), not {_MIXTURE}"
+                f"has a mixture of sizes {found} (hidden, heads, an expert's, experts, experts per row), not {_MIXTURE}"
             )
     elif shape not in _HEADS:
         return f"has heads {shape} (query heads, key heads, their size), not one of {_HEADS}"

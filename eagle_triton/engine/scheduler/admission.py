@@ -67,8 +67,7 @@ def refuses_grammars(verification: Verification) -> str | None:
     if verification.verify_strategy == "topp" or verification.accept_policy == "accept_all":
         return (
             f'grammar: verify_strategy="{verification.verify_strategy}" with accept_policy='
-            f'"{verification.accept_policy}" may accept drafts that the target does not choose, and so tokens that a '
-            "grammar forbids: use another one"
+            f'"{verification.accept_policy}" may accept tokens that a grammar forbids: use another strategy or policy'
         )
     return None
 

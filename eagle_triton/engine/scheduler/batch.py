@@ -223,7 +223,7 @@ class Batch(BatchSlots):
         with self._in_use():
             self._make_room()  # for the others' next trees, which may have another shape now
         if entries and self._present(paused=True):
-            raise CacheFullError("earlier requests wait for cache pages: step until they run")
+            raise CacheFullError("earlier requests wait for cache pages: call step until they run")
         for entry in entries:
             entry.prefix = self._prefix_of(entry.request, entry.prompt)
         with self._in_use():
@@ -242,7 +242,7 @@ class Batch(BatchSlots):
         if entry.request.sampling.grammar is not None:
             reason = refuses_grammars(self.verification)
             if self.chooser.options.judge is not None:
-                reason = "grammar: the judge chooses all tokens, and reads no grammar"
+                reason = "grammar: this batch has a judge, which chooses all tokens and reads no grammar"
         if reason := reason or self.never_fits(entry.request):
             raise ValueError(reason)
         if self.sequences.widen_stops(len(entry.request.stop_ids)):

@@ -42,7 +42,7 @@ class PageBudget:
             return None
         return (
             f"cache_tokens: a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones take up to "
-            f"{pages} pages of {PAGE_ROWS} tokens, more than the {limit} that there are"
+            f"{pages} pages of {PAGE_ROWS} tokens, and the cache has {limit}: raise cache_tokens"
         )
 
     def fitting(self, requests: Sequence[Request]) -> int:

@@ -152,7 +152,7 @@ class GuideReading(NamedTuple):
 class Piece:
     """What one step gave one request, or the first token after its prompt.
 
-    A piece is no string: `piece.text` and `str(piece)` are its text. `"".join` takes these, or what `stream_text`
+    A piece is not a string: `piece.text` and `str(piece)` are its text. `"".join` takes these, or what `stream_text`
     yields.
 
     index: the request's number.
@@ -160,8 +160,8 @@ class Piece:
     after a prompt only that token; none if the logits were NaN. If the request is not `exact`: the tokens that the step
     committed.
     text: the text that is certain now, from a session.
-    logprobs: those of the tokens, if asked for.
-    top_logprobs: for each token the likeliest ones with their log-probabilities, the likeliest first, if asked for.
+    logprobs: the tokens' log-probabilities, if asked for.
+    top_logprobs: for each place the likeliest tokens with their log-probabilities, the likeliest first, if asked for.
     prompt_logprobs: with the first tokens, if asked for: the log-probability of each token of the prompt but the first,
     and the likeliest ones there.
     completion: with the last piece of a request, from a session.

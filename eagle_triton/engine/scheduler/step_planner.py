@@ -91,8 +91,8 @@ class StepPlanner:
             self.draft.check_tree(spec)
         if (needed := scratch_rows(spec, self.draft)) > self.spare_rows:
             raise ValueError(
-                f"spec: a tree with {needed} rows does not fit into the {self.spare_rows} after each "
-                "sequence; make the batch with the largest tree"
+                f"spec: this tree needs {needed} rows after each sequence, and the batch has {self.spare_rows}; make "
+                "the batch with the largest tree"
             )
         self._spec = spec
 
@@ -127,7 +127,7 @@ class StepPlanner:
         sampled = [request.sampling for request in requests if not request.sampling.greedy]
         orders = {request.filter_order for request in requests} - {None}
         if len(orders) > 1:
-            raise ValueError("sampling: top_p_first must be the same for all sampled requests of a batch")
+            raise ValueError("sampling: top_p_first must be equal in all sampled requests, got True and False")
         return Mode(
             sampled=bool(sampled),
             top_p_first=True in orders,

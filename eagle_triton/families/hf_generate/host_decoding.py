@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class HostChooser:
-    """The `Judge` of a batch whose slots are the rows of one `generate` call.
+    """The `Judge` of a batch that has the rows of one `generate` call in its slots.
 
     A single row walks through its drafts as far as they equal the chosen tokens. Several rows go in step, one token at
     a time, because processors see all rows at once: their batch must draft nothing.

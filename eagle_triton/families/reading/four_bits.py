@@ -84,14 +84,14 @@ def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Pr
             weight, kind = _marlin(module, path), f"of {type(module).__name__}"
             bias = None if bias is None else _in_order(bias, path)
         else:
-            raise unreadable(f"{path} is a {type(module).__name__}, whose layout is not read", _other_layout(module))
+            raise unreadable(f"{path} is a {type(module).__name__}, and its layout is not read", _other_layout(module))
     except ValueError as error:
         if isinstance(error, UnsupportedModelError):
             raise
         raise unreadable(f"{path}: {error}", remedy) from error  # FourBitWeight's own message
     sizes: Any = (module.out_features, module.in_features)
     if tuple(weight.shape) != sizes:
-        raise unreadable(f"{path} must have words for {list(sizes)}, got them for {list(weight.shape)}", remedy)
+        raise unreadable(f"{path} must have packed words for {list(sizes)}, got words for {list(weight.shape)}", remedy)
     if weight.table is None and weight.scale.dtype != dtype:
         cast = ", or call it once, which casts them" if weight.packing is Packing.MARLIN else ""
         raise unreadable(
@@ -209,8 +209,8 @@ def _by_columns(module: Any, path: str) -> FourBitWeight:
     published = getattr(module, "format", None)
     if getattr(published, "value", published) == "gptq" and module.qzero_format() != 2:
         raise unreadable(
-            f"{path}.qzeros must be the zeros, and are the checkpoint's, which are one less (format 'gptq'): load the "
-            "model with gptqmodel or transformers, which add the one"
+            f"{path}.qzeros must be the zeros, got zeros less 1, as a checkpoint of format 'gptq' stores them: load "
+            "the model with gptqmodel or transformers, which add the 1"
         )
     words, scale, zero = (_required(module, name, path) for name in ("qweight", "scales", "qzeros"))
     return FourBitWeight(words, Packing.COLUMNS, scale.T, group, zero.T)
@@ -238,7 +238,7 @@ def _check_gptqmodel(module: Any, path: str) -> None:
 
 
 def _in_order(bias: Tensor, path: str) -> Tensor:
-    """A copy of a bias in Marlin's order: that of row 32i + 8b + 2l + c is at 32i + 8l + 2b + c."""
+    """A copy of a bias in Marlin's order: element 32i + 8b + 2l + c is at 32i + 8l + 2b + c."""
     if bias.dim() != 1 or len(bias) % 32:
-        raise unreadable(f"{path}.bias must be a row of multiples of 32, got {list(bias.shape)}")
+        raise unreadable(f"{path}.bias must be 1-D, its length a multiple of 32, got {list(bias.shape)}")
     return bias.detach().unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten()

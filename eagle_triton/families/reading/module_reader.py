@@ -395,7 +395,7 @@ class RowsOfProjection(nn.Module):
 
 
 def split_projection(packed: Projection, sizes: int | Sequence[int], where: str) -> tuple[Projection, ...]:
-    """One projection as several: with outputs of these sizes, or as many equal ones. Weights are views."""
+    """One projection as several: with outputs of these sizes, or in this number of equal parts. Weights are views."""
     total, weight, bias = outputs_of(packed), packed.weight, packed.bias
     if isinstance(sizes, int):
         sizes = [(total or 0) // sizes] * sizes

@@ -1,6 +1,6 @@
 """Decides how quantised projections of a target and its draft run: read by their weights, or called as modules.
 
-float8.py reads FP8 weights, four_bits.py those of four bits. Nothing is copied.
+float8.py reads FP8 weights, four_bits.py four-bit weights. Nothing is copied.
 """
 
 from __future__ import annotations

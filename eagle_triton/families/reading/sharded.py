@@ -170,8 +170,8 @@ def _check_block(module: nn.Module, where: str, styles: Styles) -> None:
 
 
 def _check_scale(module: nn.Module, scale: Any, style: Style, where: str) -> None:
-    """Check the scales of an FP8 module: a single one is whole on every rank, those of rows are sharded with the rows,
-    those of blocks with the weight. Parts of such a weight must consist of whole blocks."""
+    """Check the scales of an FP8 module: a single one is whole on every rank, one for each row is sharded with the
+    rows, one for each block with the weight. Parts of such a weight must consist of whole blocks."""
     weight: Any = module.weight
     rows, shape = weight.shape[0], tuple(scale.shape)
     if style.dim is None or not is_sharded_tensor(weight):

@@ -11,12 +11,12 @@ rows, or of two if there are 32 in all: its words are what it multiplies, if col
 asks for, so nothing moves between threads. x is stored in this order. The sums of warps with other columns are added at
 the end, so a row's sums depend on nothing but the weights' shape.
 
-MXFP4: a number's four bits become those of a bf16 number that is 2**126 times smaller. The same multiplication makes up
-for this and applies the scale, but leaves weights 2**32 times smaller, because bf16 has no larger factor. So weights
-from 2**33 on give NaN.
+MXFP4: a number's four bits become a bf16 number that is 2**126 times smaller. The same multiplication makes up for this
+and applies the scale, but leaves weights 2**32 times smaller, because bf16 has no larger factor. So weights from 2**33
+on give NaN.
 
-Integers: the four bits of n become those of 128 + n in bf16. A subtraction, which is exact, leaves n less its zero, and
-a multiplication, which rounds once, applies the scale.
+Integers: the four bits of n become 128 + n in bf16. A subtraction, which is exact, leaves n less its zero, and a
+multiplication, which rounds once, applies the scale.
 
 Needs Triton 3.6. What bounds it: docs/speed-notes.md, "MXFP4".
 """
@@ -641,8 +641,8 @@ def swiglu_kernel(
     MANY: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns, slots): inner columns of an expert, half as many as a part has rows. MANY:
-    see _tiles_of. See experts_swiglu."""
+    """Grid (tiles of rows, tiles of columns, slots): inner columns of an expert, half the number of rows in a part.
+    MANY: see _tiles_of. See experts_swiglu."""
     ring, slot = _ring(desc, PART, X_ROWS), gl.program_id(2)
     gdc_wait()
     expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
@@ -902,15 +902,15 @@ def _height_of(rows: int, chosen: int, weight: FourBits) -> int:
 
 
 def _x_rows_of(rows: int, chosen: int, experts: int) -> int:
-    """How many rows of x a tile has: twice as many as the tensor cores multiply at a time, if so many experts have more
-    than these that their weights are converted once for both."""
+    """How many rows of x a tile has. Twice the number that the tensor cores multiply at a time, if many experts have
+    more rows than this: then weights are converted once for both halves."""
     if rows == 1:
         return 1
     return 2 * ROWS.value if rows * chosen >= ROWS.value * experts else ROWS.value
 
 
 def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[TensorDescriptor, _Weight]:
-    """The words in tiles of so many rows, and the rest of the weight."""
+    """The words in tiles of `height` rows, and the rest of the weight."""
     words = descriptor(weight.bytes.flatten(0, 1).view(torch.int32), height, 32, WORDS)
     _, scales, *zeros = weight.tensors
     _, rows, depth = weight.shape

@@ -278,7 +278,7 @@ def _halves(both, KIND: tl.constexpr):
 @triton.jit
 def _in_tensor_cores_order(weights, PARTS: tl.constexpr):
     """Converted weights [N, K] with columns in the order of _in_word_order, and rows in the product's order if they
-    were loaded in that of _loaded_rows.
+    were loaded in the order of _loaded_rows.
 
     In this order a thread that has loaded 16 bytes of two rows, four threads to a row, holds what its tensor core
     multiplies, so nothing moves between threads. This needs tiles with 16 rows per warp and 16 * PARTS columns. For

@@ -63,8 +63,8 @@ def _route_kernel(
 ):
     """Grid (tiles of experts, splits of K, blocks of rows). A program computes a split of some logits. The last one of
     a block of rows chooses for that block, and the last one of all lists the experts that were hit. A choice is made in
-    tiles [BLOCK_G, rows, BLOCK_M] with `width` experts in each BLOCK_M: those of a group, if groups are chosen. KIND:
-    the dtype to which logits are rounded. are chosen. KIND: what logits are rounded to."""
+    tiles [BLOCK_G, rows, BLOCK_M] with `width` experts in each BLOCK_M: one group's, if groups are chosen. KIND: the
+    dtype to which logits are rounded."""
     let_next_start(PDL)
     block, blocks = tl.program_id(2), tl.num_programs(2)
     _store_partial_logits(x, weight, bias, scratch.partials, rows, experts, depth, STEPS, BLOCK_K, BLOCK_E, PDL)

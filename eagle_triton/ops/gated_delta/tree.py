@@ -97,8 +97,8 @@ def sums_between(unseen, sees, g, PARTS: tl.constexpr):
 
 @triton.jit
 def node_rows(k_rows, nodes, seen, strict, unseen, PARTS: tl.constexpr):
-    """Rows j of R nodes, for columns i of all N nodes, of two transposed matrices: that of the updates' system, and
-    that from updates to outputs, [R, N] each.
+    """Rows j of R nodes, for columns i of all N nodes, of two transposed matrices, [R, N] each: one of the updates'
+    system, one from updates to outputs.
 
     k_rows [R, K] has the model's dtype, so products of keys and queries are exact in 16 bits. The masks are 0.0 or 1.0,
     [R, N]. seen: node j is i or an ancestor of i; strict: an ancestor; unseen: the column's node is neither j nor an

@@ -178,10 +178,10 @@ def _rms_norm_kernel(
     WEIGHTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows,): one program per row: row `row` of x, or that of its token. Also stores the row's pair, if given
-    room. WORD_ORDER: of the columns of `out`.
+    """Grid (rows,): one program per row: row `row` of x, or its token's row. Also stores the row's pair, if given room.
+    WORD_ORDER: of the columns of `out`.
 
-    If WEIGHTS is above 1, `weight_ptr` is a tuple of that many weights, which rows take in turn."""
+    If WEIGHTS is above 1, `weight_ptr` is a tuple of WEIGHTS weights, which rows take in turn."""
     let_next_start(PDL)
     weight = None
     if WEIGHTS > 1:
@@ -487,8 +487,8 @@ def _launch_shared_norm(
     word_order: bool,
     warps: int,
 ) -> None:
-    """`_launch_norm` where ranks exchange parts, in as many launches as their memory requires. source: parts of the
-    rows of `out` [n, H], or with tokens [n] of a table."""
+    """`_launch_norm` where ranks exchange parts, in several launches if their memory is too small for one. source:
+    parts of the rows of `out` [n, H], or with tokens [n] of a table."""
     (count, size), rows = out.shape, source.ptr
     block = triton.next_power_of_2(size)
     if not peers.fits(rows):

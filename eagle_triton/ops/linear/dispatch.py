@@ -50,8 +50,8 @@ def linear(
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `keep_splits`: return SplitSums if K is split; then there is no residual. `tune_for_rows`: choose the launch
-    settings for that many rows, up to 64, so that passes of different widths share them (with quantised weights they
-    always do). `settings` overrides that choice. Raises ValueError if shapes, dtypes, strides or devices do not
+    settings for this number of rows, up to 64, so that passes of different widths share them (with quantised weights
+    they always do). `settings` overrides that choice. Raises ValueError if shapes, dtypes, strides or devices do not
     fit, or if Streaming or Wide settings cannot be used.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)

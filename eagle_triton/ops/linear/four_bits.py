@@ -390,7 +390,7 @@ def _launch_portable(
 
 
 def _in_one_group(weight: FourBitWeight, block_k: int) -> bool:
-    """Whether each tile of so many columns has the scales of one group."""
+    """Whether each tile of `block_k` columns has the scales of one group."""
     return weight.group % block_k == 0 or weight.group == weight.shape[1]
 
 

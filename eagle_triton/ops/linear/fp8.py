@@ -333,10 +333,10 @@ def _check_settings(
         known &= _in_one_launch(rows, weights)
     if not known:
         raise ValueError(
-            f"settings for weights of eight bits need steps of {BLOCK}, and beyond {MAX_PAIRED_ROWS} rows or for fp16 "
-            f"tiles of {BLOCK} rows of a weight, 8 warps, and two or more stages, as many of each; a Hopper GPU, x of "
-            f"16 bits, at most {MAX_CONVERTED} rows, aligned to 16 bytes, and scales of one kind, got {settings} for "
-            f"{rows.dtype} {tuple(rows.shape)}"
+            f"settings for weights of eight bits need block_k {BLOCK}; beyond {MAX_PAIRED_ROWS} rows, or for fp16, "
+            f"also block_n {BLOCK}, 8 warps, equal w_stages and x_stages of at least 2, a Hopper GPU, x of 16 bits, at "
+            f"most {MAX_CONVERTED} rows, aligned to 16 bytes, and scales of one kind; got {settings} for {rows.dtype} "
+            f"{tuple(rows.shape)}"
         )
 
 

@@ -10,7 +10,7 @@ product. A kernel that writes the weights must therefore have completed when the
 Inside a decode step nothing writes them. Needs Triton 3.6.
 
 x and weights are bf16 or fp16, with rows aligned to 16 bytes. `out` is [rows, N] as x, or fp32 [splits, rows, N].
-Numerics: those of few_rows.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
+Numerics: as in few_rows.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
 (few_rows.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
 """
 
@@ -265,9 +265,9 @@ def settings_for(
 ) -> Streaming | None:
     """Settings for a product of up to 64 rows with weights [n, depth] for n in `cols`; None: not with these kernels.
 
-    block_n, block_k and splits are those of few_rows.py; they give the tiles' size for unmeasured shapes. `fused`: for
-    swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or of the weights. A half-empty tile of x takes a
-    fifth longer, because rows outside of a tensor load no faster.
+    block_n, block_k and splits are the same as in few_rows.py; they give the tiles' size for unmeasured shapes.
+    `fused`: for swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or of the weights. A half-empty tile of x
+    takes a fifth longer, because rows outside of a tensor load no faster.
     """
     if rows > 64:
         return None

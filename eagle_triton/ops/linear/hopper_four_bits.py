@@ -120,9 +120,9 @@ def _conversion(magic: gl.constexpr, dtype: str, with_zeros: bool, marlin: bool 
 
 
 def _lookup(pack: str) -> gl.constexpr:
-    """The same for numbers of a table, of which each lane of a half warp holds one, its own ($12), and with scales in
-    fp32: a number is asked for from its lane, multiplied in fp32, and rounded once. Bytes hold their first number in
-    the high half, so columns i and i + 4 of a word are its numbers i ^ 1 and (i ^ 1) + 4."""
+    """The same for numbers of a table, with scales in fp32. Each lane of a half warp holds one number, its own ($12): a
+    number is asked for from its lane, multiplied in fp32, and rounded once. Bytes hold their first number in the high
+    half, so columns i and i + 4 of a word are its numbers i ^ 1 and (i ^ 1) + 4."""
     lines = [".reg .b32 t;", ".reg .f32 low, high;", ".reg .f32 v;"]
     for half in range(2):
         for i in range(4):
@@ -210,7 +210,8 @@ def _converted(words, scale, table, KIND: gl.constexpr, MARLIN: gl.constexpr, MM
 
 @gluon.jit
 def _own_number(weight, KEPT: gl.constexpr, MMA: gl.constexpr):
-    """A tensor as wide as the words that are converted, of which each thread has the same number of the table."""
+    """A tensor as wide as the words that are converted. All its elements in a thread are the thread's number of the
+    table."""
     layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
     if gl.float32 == KEPT:
         none = gl.zeros((_HEIGHT, 8), gl.int32, layout)
@@ -289,8 +290,8 @@ def _stored(row, MARLIN: gl.constexpr):
 
 @gluon.jit
 def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr, MARLIN: gl.constexpr):
-    """The scales [GROUPS, 64] of a tile's rows, from that of column `first` on; fp32 where they are nested. With zeros
-    int32: the scale's bits, and in the high half those of magic + zero."""
+    """The scales [GROUPS, 64] of a tile's rows, from column `first` on; fp32 where they are nested. With zeros int32:
+    the scale's bits, and in the high half the bits of magic + zero."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [0, 1])
     group = first // GROUP + gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
     row = col + gl.arange(0, _HEIGHT, gl.SliceLayout(0, layout))
@@ -310,9 +311,9 @@ def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.cons
 
 @gluon.jit
 def _scale(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
-    """The scales of the 64 columns from `column` on, of the rows whose words a thread has: [64, 1], or [64, 8] for each
-    word if half of the columns may be of another group. first: the column with whose group `kept` begins, which is in
-    shared memory: if each step loaded scales, it would wait for them longer than for its words."""
+    """The scales of the 64 columns from `column` on, for the rows of a thread's words: [64, 1], or [64, 8] for each
+    word if half of the columns may be of another group. first: `kept` begins with this column's group. It is in shared
+    memory: if each step loaded scales, it would wait for them longer than for its words."""
     layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
     groups = reinterpret(kept, kept.dtype, kept.shape, _A_GROUP)
     scale = groups.index(column // GROUP - first // GROUP).load(gl.SliceLayout(1, layout))[:, None]
@@ -347,7 +348,7 @@ def _take_words(tiles, place, MMA: gl.constexpr):
     """The words of a step in registers: one or two tensors [64, 16], of 128 columns each.
 
     Of Marlin's words each has four numbers of a row n and four of row n + 8, in 16 columns. Two words of neighbouring
-    16 columns stand here as those of two rows. The tile's row 16w + 8h + 4a + b, for w, b < 4 and h, a < 2, is row
+    16 columns count here as words of two rows. The tile's row 16w + 8h + 4a + b, for w, b < 4 and h, a < 2, is row
     16b + 8h + 2w + a of the 64: so a warp's words follow each other. With the rows that Marlin gives to a warp all
     would lie in every fourth bank of shared memory.
     """
@@ -676,8 +677,8 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
 
 
 def fitted(settings: Streaming, rows: int, depth: int, weights: int, group: int, item: int) -> Streaming:
-    """The same with as many stages as shared memory has room for, where a program multiplies by so many weights. item:
-    bytes of a scale that is kept. Raises ValueError for settings of which the kernels have no tiles."""
+    """The same with the number of stages that shared memory has room for, where a program multiplies by `weights`
+    weights. item: bytes of a scale that is kept. Raises ValueError for settings for which the kernels have no tiles."""
     known = settings.block_n == BLOCK_N and settings.block_k in (128, 256) and depth % settings.block_k == 0
     if not known or (settings.splits - 1) * columns_of(depth, settings) >= depth:
         raise ValueError(
@@ -778,7 +779,7 @@ def block_m_of(rows: int) -> int:
 
 
 def groups_of(columns: int, group: int) -> int:
-    """The number of groups, a power of two, for which a program that multiplies so many columns keeps scales."""
+    """The number of groups, a power of two, for which a program that multiplies `columns` columns keeps scales."""
     return triton.next_power_of_2(triton.cdiv(columns, group) + (columns % group > 0))
 
 
@@ -788,7 +789,7 @@ def prefetch_stages(settings: Streaming) -> int:
 
 
 def words_layout(settings: Streaming) -> gl.NVMMASharedLayout:
-    """Of a tile of words, whose rows have 16 or 32."""
+    """The layout of a tile of words. A row has 16 or 32 words."""
     return gl.NVMMASharedLayout(swizzle_byte_width=settings.block_k // 2, element_bitwidth=32, rank=2)
 
 

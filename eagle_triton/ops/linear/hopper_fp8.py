@@ -141,8 +141,8 @@ def _ring(x_desc, w_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
 
 class _Work(NamedTuple):
     """What the programs of a launch make: products of `rows` rows with the weights (see tile_of) in `tiles` column
-    tiles. The first `whole` of these are made in tiles of BLOCK_M rows, and a rest of up to half as many rows in a half
-    of such a tile. The others are made in halves alone."""
+    tiles. The first `whole` of these are made in tiles of BLOCK_M rows, and a rest of up to half a tile in half of such
+    a tile. The others are made in halves alone."""
 
     columns: tuple[ScaledColumns, ...]
     descs: tuple[TensorDescriptor | None, ...]
@@ -368,7 +368,7 @@ def _finish(
     FUSED: gl.constexpr,
     BIASED: gl.constexpr,
 ):
-    """Scale and store the sums [128, BLOCK_M], those of some rows of x at a time."""
+    """Scale and store the sums [128, BLOCK_M], some rows of x at a time."""
     HALF: gl.constexpr = BLOCK_M // 2
     col, upper, lower = weights.col, weights.upper, weights.lower
     if BLOCK_M > _STORED:

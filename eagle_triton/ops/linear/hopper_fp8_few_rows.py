@@ -349,7 +349,7 @@ def _multiply_both(
 
 @gluon.jit
 def _store_pair(out, parts_ptr, scale_ptr, col, rows, cols, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The pair of a tile [BLOCK_N, BLOCK_M] whose first column is `col`: fp8_pair_rows.py in Gluon."""
+    """The pair of a tile [BLOCK_N, BLOCK_M] from column `col` on: fp8_pair_rows.py in Gluon."""
     gl.static_assert(BLOCK_N == _BLOCK_K, "a tile is a group")
     largest = gl.max(gl.where(out == out, gl.abs(out), float("inf")), 0)
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 0xFF
@@ -503,7 +503,7 @@ def linear_swiglu_hopper_fp8_few_rows(
 
 
 def block_m_of(rows: int) -> int:
-    """Rows of x in a tile. The tensor cores' right operand has twice as many."""
+    """Rows of x in a tile. The tensor cores' right operand has twice this number."""
     return max(16, triton.next_power_of_2(rows))
 
 

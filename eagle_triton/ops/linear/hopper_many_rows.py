@@ -7,8 +7,8 @@ next tile's operands load while one tile is stored. The programs of a group, one
 columns at the same time, so the weights come from memory once. A program starts early, as in hopper.py. Needs Triton
 3.6.
 
-x and weights are bf16 or fp16, with rows aligned to 16 bytes; N is a multiple of 128. Numerics: those of hopper.py
-without splits of K, to the bit. Groups take whole columns of tiles.
+x and weights are bf16 or fp16, with rows aligned to 16 bytes; N is a multiple of 128. Numerics: as in hopper.py without
+splits of K, to the bit. Groups take whole columns of tiles.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def tile_of(number, weights, descs, biases, out_ptr, BLOCK_N):
-    """Tile `number` of all. weights: one, three or four; descs, biases: as many, or 0 (Triton 3.6 returns no None)."""
+    """Tile `number` of all. weights: one, three or four; descs, biases: likewise, or 0 (Triton 3.6 returns no None)."""
     tile = Tile(weights[0], descs[0], biases[0], number, out_ptr)
     if len(weights) > 1:
         tiles0 = (weights[0].cols + (BLOCK_N - 1)) // BLOCK_N

@@ -154,7 +154,7 @@ def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = F
 
 
 def uniform(params: SamplingTensors, count: int) -> Tensor:
-    """`count` uniform numbers in [0, 1) per sequence, float32 [B, count]; bit for bit those of the reference."""
+    """`count` uniform numbers in [0, 1) per sequence, float32 [B, count]; bit for bit as in the reference."""
     check_params("uniform", params, len(params.seed), params.seed.device)
     if count < 1:
         raise ValueError(f"uniform: count must be at least 1, got {count}")
@@ -166,8 +166,8 @@ def uniform(params: SamplingTensors, count: int) -> Tensor:
 
 
 def uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> Tensor:
-    """A uniform number in (0, 1) for every token at absolute positions [B, n] int32: float32 [B, n, V]; bit for bit
-    those of the reference. Raises ValueError if shapes, dtypes or devices do not fit."""
+    """A uniform number in (0, 1) for every token at absolute positions [B, n] int32: float32 [B, n, V]; bit for bit as
+    in the reference. Raises ValueError if shapes, dtypes or devices do not fit."""
     check_uniform_at(params, positions, vocabulary)
     positions = positions.contiguous()
     out = torch.empty(*positions.shape, vocabulary, dtype=torch.float32, device=positions.device)

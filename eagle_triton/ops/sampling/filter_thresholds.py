@@ -2,8 +2,8 @@
 
 A distribution keeps the tokens x with logit > cut, and those with logit = cut from index `first` on, if their weight
 w(x) = exp((x - top) / temperature) is at least min_p. A kept token has probability w(x) / sum of the kept w. The cut of
-top-k is the smallest key with count(x > key) < k, that of top-p the smallest with mass(x > key) < p * mass. Count and
-mass fall as the key grows, so a search over the logits' ordered bit patterns finds the cut; one pass over a row
+top-k is the smallest key with count(x > key) < k, the cut of top-p the smallest with mass(x > key) < p * mass. Count
+and mass fall as the key grows, so a search over the logits' ordered bit patterns finds the cut; one pass over a row
 measures LANES keys at once.
 
 Top-p drops some of the tokens that equal its cut, as transformers' processor does: by ascending index, it drops tokens

@@ -1,5 +1,5 @@
 """Drafts from repetition for a batch: the continuations of earlier occurrences of the sequences' ends, in the sequences
-or in former outputs.
+or in earlier outputs.
 
 reference/suffix_match.py defines a match, its occurrences and a draft. Here the step's own graph finds them: shapes are
 fixed, and the host reads nothing. `suffix_drafts` runs three kernels and a choice:

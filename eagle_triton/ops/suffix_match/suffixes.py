@@ -359,7 +359,7 @@ def _draft_kernel(
 
 @triton.jit
 def _choose_kernel(records, drafts, places, RECORDS: tl.constexpr, J: tl.constexpr, PDL: tl.constexpr):
-    """Grid (B,): take the draft with the highest score. Among equals a sequence's own comes before former outputs, and
+    """Grid (B,): take the draft with the highest score. Among equals a sequence's own comes before earlier outputs, and
     a longer match before a shorter one."""
     await_inputs(PDL)
     slot = tl.program_id(0)
