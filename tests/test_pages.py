@@ -323,7 +323,7 @@ def test_a_full_cache_refuses_and_loses_nothing():
         batch.admit_all([small, replace(small), replace(small)])
         assert batch.fitting([large]) == 0 and batch.fitting([replace(small), replace(small), large]) == 2
         assert batch.fitting([Request(prompt(440), 20)]) == 0, "it would leave the others no page to grow"
-        with pytest.raises(CacheFullError, match="in a cache of 12"):
+        with pytest.raises(CacheFullError, match="into a cache of 12"):
             batch.admit(large)
         with pytest.raises(CacheFullError):
             batch.enter_all([replace(small), large])

@@ -75,9 +75,10 @@ def _prose(node: Definition, lines: list[str], tokenizer: Any) -> str | None:
         return None
     *header, first = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].lineno])).split("\n")
     words = first.split(" ")
-    if not header or len(first.split()) < 4:
+    half = " ".join(words[: (len(words) + 1) // 2])
+    if not header or len(first.split()) < 4 or not half.strip():  # deep in a definition, half may be blanks
         return None
-    return "\n".join([*header, " ".join(words[: (len(words) + 1) // 2])])
+    return "\n".join([*header, half])
 
 
 def _edit(node: Definition, lines: list[str], tokenizer: Any) -> str | None:
