@@ -237,11 +237,11 @@ def _told(body: Body, template: str) -> dict[str, Any]:
     if body.effort is not None:
         said = "reasoning.effort" if body.of_response else "reasoning_effort"
         asked = {"reasoning_effort": body.effort, "enable_thinking": body.effort != "none"}
-        name = next((name for name in asked if reads(name)), None)
-        if name is None:
+        variable = next((name for name in asked if reads(name)), None)
+        if variable is None:
             raise FieldError(said, "is not read by this model's chat template")
-        if (other := told.setdefault(name, asked[name])) != asked[name]:
-            raise FieldError(said, f"and {KWARGS}.{name} must agree, got {body.effort!r} and {other!r:.60}")
+        if (other := told.setdefault(variable, asked[variable])) != asked[variable]:
+            raise FieldError(said, f"and {KWARGS}.{variable} must agree, got {body.effort!r} and {other!r:.60}")
     return told
 
 
