@@ -902,8 +902,8 @@ def _height_of(rows: int, chosen: int, weight: FourBits) -> int:
 
 
 def _x_rows_of(rows: int, chosen: int, experts: int) -> int:
-    """How many rows of x a tile has. Twice the number that the tensor cores multiply at a time, if many experts have
-    more rows than this: then weights are converted once for both halves."""
+    """How many rows of x a tile has: those that the tensor cores multiply at a time. Twice this number, if experts have
+    at least this number on average: then weights are converted once for both halves."""
     if rows == 1:
         return 1
     return 2 * ROWS.value if rows * chosen >= ROWS.value * experts else ROWS.value
