@@ -74,6 +74,8 @@ def install(directory: Path, constraints: Path, extra_no_deps: list[str], verbos
     if state is None and directory.exists() and any(directory.iterdir()):
         raise SetupError(f"{directory} was not made by setup_env.py\nRemove it, or add: --venv ANOTHER_DIR")
     if state is not None and (state.split()[0] != python_series() or not python.exists()):
+        if state.split()[0] not in (UNFINISHED, python_series()):
+            log(f"{directory} was made by Python {state.split()[0]} and is made again by {python_series()}")
         shutil.rmtree(directory)
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -294,7 +294,9 @@ def test_install_takes_torch_first_then_the_rest(tmp_path, calls, constraints):
     ],
     ids=["the same", "other constraints", "another Python"],
 )
-def test_an_environment_is_brought_up_to_date(pins, series, made_again, tmp_path, calls, constraints, monkeypatch):
+def test_an_environment_is_brought_up_to_date(
+    pins, series, made_again, tmp_path, calls, constraints, monkeypatch, capsys
+):
     monkeypatch.setattr(setup_env, "python_series", lambda: "3.11")
     setup_env.install(tmp_path / "env", constraints, [])
     calls.clear()
@@ -302,6 +304,8 @@ def test_an_environment_is_brought_up_to_date(pins, series, made_again, tmp_path
     monkeypatch.setattr(setup_env, "python_series", lambda: series)
     setup_env.install(tmp_path / "env", constraints, [])
     assert [command[1 : 1 + len(made)] for command, made in zip(calls, made_again, strict=True)] == made_again
+    said = "was made by Python 3.11 and is made again by 3.99"
+    assert (said in capsys.readouterr().err) == (series == "3.99")
 
 
 def test_interrupted_install_starts_from_nothing(tmp_path, calls, constraints, monkeypatch):
