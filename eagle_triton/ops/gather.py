@@ -27,7 +27,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _gather_rows_kernel(x, index, out, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Grid (B * n, blocks of a row)."""
+    """Grid (B * n, blocks of a row): a program copies one block."""
     await_inputs(PDL)
     batch, place = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
     row = tl.maximum(tl.load(index.ptr + batch * index.row + place * index.item), 0).to(tl.int64)
