@@ -134,7 +134,7 @@ class Mixer(ABC):
 
     @property
     def span_shape(self) -> tuple[int, int, int] | None:
-        """Query heads, key heads and head dim for `prompt_attention`; None: it cannot read spans so."""
+        """Query heads, key heads and head dim for `prompt_attention`; None: it cannot read spans in this way."""
         return None
 
     def sees_all(self, rows: int) -> bool:

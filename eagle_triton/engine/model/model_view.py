@@ -319,7 +319,7 @@ def _layers(
     """Run the first layers over tokens [B, n]. given [B, n, L, P]: LayerInputs of all layers, if they have any.
 
     Returns the residual stream [B, n, H] and the update that is still to be added to it (both None without layers, the
-    latter also if it is added already), and the features [B, n, F] if the view has feature_layers.
+    update also if it is added already), and the features [B, n, F] if the view has feature_layers.
     """
     x: Tensor | None = None
     update: Product | NormedUpdate | None = None

@@ -53,8 +53,8 @@ class Projection:
     """A matrix product `x @ weight.T + bias`, or a `module` that is called (quantised, sharded).
 
     summed_over: ranks that each have some columns of the weight (one of them the bias), and add up their results.
-    joined_over: ranks that each have some of its rows, and concatenate their results; outputs: the slice of those that
-    this projection is, None for all.
+    joined_over: ranks that each have some of its rows, and concatenate their results. outputs: the slice of these
+    results that belongs to this projection, None for all.
     divisor, cap: for the logits of a vocabulary projection, see `project`: its product is divided by `divisor`, and
     bounded as cap * tanh(product / cap), each operation rounded to its dtype.
     """
@@ -297,7 +297,7 @@ def with_changed(part: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def row_format_of(*projections: Projection) -> RowFormat | None:
-    """A format in which all of them read their input and the kernel before may write it; None if it is of no use."""
+    """The format in which all of them read their input best, and which the kernel before may write; None: as it is."""
     weights = [projection.weight for projection in projections]
     if all(isinstance(weight, Float8Weight) for weight in weights):
         return RowFormat.FLOAT8_PAIR
