@@ -252,7 +252,7 @@ def draft_from_causal_lm(
 
 
 def _score_cap(config: Any, family: Family) -> float | None:
-    """Older versions of transformers, such as 5.17, silently ignore the cap with "sdpa"."""
+    """The soft cap of attention scores; None: there is none. With "sdpa", transformers (5.17) ignores the cap."""
     if getattr(config, "_attn_implementation", None) == "sdpa":
         return None
     return _field(config, family.score_cap, None)

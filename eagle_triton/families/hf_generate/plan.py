@@ -74,8 +74,7 @@ class Plan:
 
     The first `held_back` new tokens are no stop tokens. pad: for a row that has ended before others; None: the target's
     tokens. embeddings: read by the target instead of the prompts' first tokens, [n, H] each. logits: of each new token,
-    by row of the batch, as steps report them; None: not wanted. on_host: a HostChooser chooses the tokens; it alone
-    knows how.
+    by row of the batch, as steps report them; None: not wanted. on_host: a HostChooser must choose the tokens.
     """
 
     prompts: list[Tensor]
