@@ -154,7 +154,7 @@ def best_first_tree(
     if lengths is not None:
         root = root.gather(1, lengths.long().clamp(max=root.shape[1] - 1)[:, None])[:, 0]
     batch, levels, _, k = log_probs.shape
-    # the best paths of each level, as many as the tree could take; those of all levels are counted from the root on
+    # Keep the best paths of each level, as many as the tree could take. They are numbered over all levels; 0: the root.
     row, scores, first = tokens.new_zeros(batch, 1), log_probs.new_zeros(batch, 1), 0
     of_paths: list[tuple[Tensor, Tensor, Tensor]] = []  # scores, tokens, parents
     for level in range(levels):
