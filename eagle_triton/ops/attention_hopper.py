@@ -51,8 +51,8 @@ class _Ring(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Cache rows first .. last: one split's part of the `tiles` tiles that `active` splits share. The first `committed`
-    of its `own` tiles hold no new keys. In the first `narrowed` tiles a node's window may hide keys."""
+    """Cache rows first .. last - 1: one split's part of the `tiles` tiles that `active` splits share. The first
+    `committed` of its `own` tiles hold no new keys. In the first `narrowed` tiles a node's window may hide keys."""
 
     first: Any
     last: Any

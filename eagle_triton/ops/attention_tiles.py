@@ -117,7 +117,7 @@ class _Queries(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Cache rows first .. last: a part of the `tiles` tiles that `active` splits share."""
+    """Cache rows first .. last - 1: a part of the `tiles` tiles that `active` splits share."""
 
     first: Any
     last: Any

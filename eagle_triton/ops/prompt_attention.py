@@ -199,7 +199,7 @@ def prompt_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v for tokens start .. end of one prompt, with their keys in the cache already.
+    """softmax(scale * q k^T) v for tokens start .. end - 1 of one prompt, with their keys in the cache already.
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d] in
     q's dtype, with contiguous rows; table [M] int32: token t is row t % R of page table[t // R], R a multiple of 64

@@ -54,8 +54,8 @@ def expand_beam(
 
     parent_scores [B, P] float32 (cumulative log-probabilities; P = 1 and 0.0 for the root); log_probs [B, P, K] of the
     children, tokens [B, P * K] int64; parent_ancestors [B, P, W] int64 over beam slots (zeros for the root). The
-    `width` best of the P * K children, ties to the lower index, fill the beam slots first_slot .. first_slot + width;
-    for a fixed tree `selected` [width] int64 names them. A NaN score counts as -inf. width may be 0.
+    `width` best of the P * K children, ties to the lower index, fill the beam slots from first_slot on. For a fixed
+    tree `selected` [width] int64 names them. A NaN score counts as -inf. width may be 0.
 
     first_candidate: the flat index of the first child. out: tensors for the children's tokens [B, P * K] int64, their
     scores [B, P * K] float32 and the flat indices of the chosen [B, width] int64; they are parts of build_tree's

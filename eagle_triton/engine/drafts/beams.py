@@ -441,7 +441,7 @@ class BeamDraft(ScoringDraft):
         ancestors: Tensor | None = None,
         tune_for_nodes: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over the target's features, for the cache rows lengths .. lengths + n.
+        """Run the layers over the target's features, for the n cache rows from `lengths` on.
 
         tokens [B, n] of these rows; features [B, n, F] of the positions before them. Each row sees those before it;
         `ancestors` [B, n, W] may express this in bits. `tune_for_nodes`: see NewRows. Returns like `forward`.

@@ -169,7 +169,8 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: up to `most_rows` rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
+    """A mixture of experts, [B, n, H] -> [B, n, H]. Up to `most_rows` rows are computed from `weights`, more by
+    `module`.
 
     chosen: experts per row, of `count`; 0 of 0 if not known. weights: None for a block whose module is always called;
     `reason` says why. routed: computes the sum of the experts for more rows, without a shared expert, if the module
@@ -212,8 +213,8 @@ class Experts:
 class ExpertsBeside:
     """A mixture of experts beside the MLP of its layer. The outputs of both are normed and added up.
 
-    block: its module is called with the router's input and the experts' input, [B, n, H] each; the latter is normed by
-    `input_norm`.
+    The module of `block` is called with the router's input and the experts' input, [B, n, H] each. `input_norm` norms
+    the second.
     """
 
     block: Experts
@@ -233,8 +234,8 @@ class ExpertsBeside:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of L layers besides the residual stream, P columns each: the layer's own embedding of the token, and a
-    part of a product of the token's embedding (Gemma 4 E2B)."""
+    """The inputs of L layers besides the residual stream, P columns each: the scaled sum of the layer's own embedding
+    of the token, and of the layer's part of a product of the token's embedding (Gemma 4 E2B)."""
 
     table: Tensor  # [V, L * P]
     table_scale: float
@@ -282,7 +283,7 @@ def with_projections(part: Any, change: Callable[[Projection], Projection]) -> A
 
 
 def with_changed(part: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The same for parts of any kind."""
+    """As `with_projections`, for all parts of the class `kind`."""
     if isinstance(part, kind):
         return change(part)
     if isinstance(part, tuple):

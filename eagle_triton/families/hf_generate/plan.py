@@ -32,7 +32,7 @@ BLIND = (*OF_TOKENS, MaxTimeCriteria, StopStringCriteria)  # stopping criteria t
 
 @contextmanager
 def _added_to(reasons: list[str]) -> Iterator[None]:
-    """Add the reasons of a `Fallback` inside the block, which it ends."""
+    """Add the reasons of a `Fallback` that ends the block."""
     try:
         yield
     except Fallback as fallback:

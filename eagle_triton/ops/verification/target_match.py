@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 @triton.jit
 def _noise_of(seed, position, first, COUNT: tl.constexpr):
-    """Gumbel noise, negated and in powers of two, of the tokens first .. first + COUNT at an absolute position."""
+    """Gumbel noise, negated and in powers of two, of the COUNT tokens from `first` on at an absolute position."""
     return log_exponential(uniform_of(seed, position, first, COUNT)) * _LOG2E
 
 
