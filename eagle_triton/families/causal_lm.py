@@ -60,7 +60,7 @@ def check_causal_lm(model: Any, root: str) -> None:
 
 
 def body_path(model: Any) -> str:
-    """The dotted path of the language model's layers and their embedding."""
+    """The dotted path of the module that has the language model's layers and embedding."""
     return "model.language_model" if hasattr(model.model, "language_model") else "model"
 
 

@@ -220,8 +220,8 @@ def _read_mask(
     """The places in each row that are not masked (None: all), the number of masked tokens that each row begins with,
     and whether there are others.
 
-    The original counts positions without masked tokens, and nothing sees them. So they may be left out if all layers
-    see all tokens. Raises `Fallback` for any other mask.
+    The original counts positions without masked tokens, and nothing sees them. So those that a row begins with may be
+    left out, and the others too if all layers see all tokens. Raises `Fallback` for any other mask.
     """
     nothing = None, [0] * len(input_ids), False
     if attention_mask is None:
