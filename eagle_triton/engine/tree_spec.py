@@ -56,7 +56,6 @@ class TreeSpec:
 
     @staticmethod
     def chain(drafts: int) -> TreeSpec:
-        """A chain of drafts."""
         return TreeSpec.dynamic(drafts + 1, max(drafts - 1, 0), 1)
 
     @staticmethod

@@ -270,8 +270,6 @@ def _check_shared_experts(view: ModelView, where: str) -> None:
 
 
 class _LayerReader:
-    """Reads the layers of one model."""
-
     def __init__(self, body: ModuleReader, dtype: torch.dtype, family: Family, config: Any):
         """body: the module with the layers. dtype: the model's."""
         self._body, self._dtype, self._family, self._config = body, dtype, family, config

@@ -139,7 +139,6 @@ def _window(bits_ptr, offset, ok, WORDS: gl.constexpr):
 
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """A ring of STAGES slots."""
     k_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _ROWS, desc.block_type.shape[1]], desc.layout)
     v_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _ROWS, desc.block_type.shape[1]], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

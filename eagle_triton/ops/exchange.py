@@ -132,5 +132,4 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
 
 
 def _blocks(rows: Tensor, block: int) -> int:
-    """The number of blocks in `rows`."""
     return len(rows) * triton.cdiv(rows.shape[1], block)

@@ -77,13 +77,11 @@ class Layer:
 
     @property
     def mixtures(self) -> tuple[Experts, ...]:
-        """Its mixtures of experts."""
         blocks = (self.mlp, None if self.beside is None else self.beside.block)
         return tuple(block for block in blocks if isinstance(block, Experts))
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All weights that a forward reads."""
         yield from (norm.weight for norm in self.norms)
         if self.scale is not None:
             yield self.scale

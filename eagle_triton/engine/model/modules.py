@@ -141,7 +141,6 @@ class MLP:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that one call reads."""
         for projection in (self.gate, self.up, self.down):
             yield from projection.tensors
 

@@ -330,7 +330,6 @@ class Batch(BatchSlots):
         return reads
 
     def _surely_ends(self, entry: RunningRequest) -> bool:
-        """Whether a request surely ends with the steps in flight."""
         return len(entry.tokens) + self.in_flight.least_tokens(entry) >= entry.request.max_new_tokens
 
     def _launch_step(self, reads: bool | None) -> None:

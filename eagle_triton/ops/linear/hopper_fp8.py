@@ -224,7 +224,6 @@ class _Weights(NamedTuple):
 
 @gluon.jit
 def _weights_at(column, work, FUSED: gl.constexpr):
-    """The weights of a column tile."""
     if FUSED:
         gate, up = work.columns
         return _Weights((work.descs[0], work.descs[1]), column * (_HEIGHT // 2), gate, up, 0, work.out.ptr)
