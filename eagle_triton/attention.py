@@ -165,7 +165,7 @@ def settings_for(
         num_stages = 1
     few_rows = rows <= 64
     if wide_tree and (few_rows or sliding_window is not None):
-        block_m = 32  # more programs; of many keys more rows in each are better
+        block_m = 32  # more programs; with many keys, more rows in each are better
     if rows > 1024:  # the row blocks of a prompt's chunk fill the device
         splits = programs = 1
     else:
@@ -291,7 +291,8 @@ def _launch(
 
 
 def _formatted(out: Tensor, width: int, row_format: RowFormat | None, merged: bool) -> FormattedRows | None:
-    """What is written instead of `out` [B, N, Hq * d]: a pair, from a merge, or `out` in another order. width: d."""
+    """What is written instead of `out` [B, N, Hq * d]: a pair (only by a merge), or `out` in another order; None: `out`
+    itself. width: d."""
     if not has_format(out, row_format):
         return None
     if row_format is RowFormat.WORD_ORDER:

@@ -183,7 +183,7 @@ def _commit_kernel(
 
 
 def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
-    """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n of every layer, in place.
+    """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n - 1 of every layer, in place.
 
     cache [layers, 2, B, Hkv, T, d], or in pages with a `table` [B, M] int32, see reference.attention.tree_attention;
     lengths [B] int32. Only the device knows the lengths, so the caller must check the capacity; rows past it are

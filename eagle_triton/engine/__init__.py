@@ -1,1 +1,1 @@
-"""The decode engine, written once: models, layers and drafts as it reads them, tensors, the step, the running batch."""
+"""The decode engine: models, layers and drafts in the form that it reads, its tensors, the step, the running batch."""

@@ -139,7 +139,7 @@ class Engine:
 
     def _prepare_ranks(self) -> None:
         """Turn off options that depend on a measurement or on free memory, because ranks could decide differently. On
-        GPUs, let kernels exchange sums if they can. Raises ValueError if such an option was set."""
+        GPUs, let kernels exchange sums if they can. Raises ValueError if megakernel or long_prompts was set to True."""
         assert self.view.ranks is not None
         for option in ("megakernel", "long_prompts"):
             if getattr(self, option):
@@ -197,8 +197,8 @@ class Engine:
 
     def check_launches(self) -> bool:
         """Do the part of `check_model` that must come before prompts are read. Returns whether `check_model` must still
-        be called, perhaps while prompts are read. It is called here if weights have moved from where graphs read them,
-        if modules are called, which may have new hooks, or if not all changes in place are counted."""
+        be called, perhaps while prompts are read. It was called already if weights have moved from where graphs read
+        them, if modules are called, which may have new hooks, or if not all changes in place are counted."""
         self._check_autocast()
         if self.watch is None:
             return False
@@ -536,8 +536,8 @@ class Engine:
         return next(filter(takes_captures, pools), None) or torch.cuda.graph_pool_handle()
 
     def note_one_launch(self, mode: Mode) -> None:
-        """Note whether plain steps in this mode run the target's layers in one launch, for a batch with one slot. If
-        the target has no such launch, note why, if it was asked for."""
+        """Note whether plain steps in this mode run the target's layers in one launch, for a batch with one slot. With
+        megakernel=True, also note why the target has no such launch."""
         if not self.ops.one_launch:  # nothing to note, or noted when it was given up
             return
         launched, reason = self.view.one_launch, self.view.reason_against_one_launch

@@ -21,8 +21,8 @@ SYNTAXES = ("json_schema", "regex", "choice", "ebnf")
 FREE = {"whitespace_flexible": True}
 FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KEPT = 256  # compiled grammars to keep for a tokenizer
-# Sets of tokens that llguidance allows at once where a state allows a whole set: blanks, and what a string of JSON may
-# hold, by its length in characters, because maxLength leaves less and less of it.
+# Sets of tokens that llguidance adds to a mask at once where all of them are allowed: blanks, and what a string of JSON
+# may hold. For this there is a set for each of several lengths, because maxLength leaves fewer and fewer characters.
 TOKEN_SETS = [r"[\x20\x0A\x0D\x09]+"]
 TOKEN_SETS += [rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
 TOKEN_SETS += [r'[^"\\\x00-\x1F\x7F]+']

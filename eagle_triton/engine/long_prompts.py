@@ -25,7 +25,7 @@ MIN_WORK = 4096 * 4096  # rows before the forward times columns of q: below this
 
 
 class LongPrompts:
-    """Chooses only by a forward's pieces, the model and the device."""
+    """The choice depends only on a forward's pieces, the model and the device."""
 
     def __init__(
         self,

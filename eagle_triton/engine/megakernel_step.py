@@ -448,7 +448,7 @@ class MegakernelStep:
         }
 
     def _constants(self, keys: attention_settings.Settings) -> dict[str, object]:
-        """The kernel's constexprs, except its products' ones."""
+        """The kernel's constexprs, except those of its products."""
         state, spec, head = self.state, self.state.spec, self.head
         mixer, hidden, cache = head.attention, len(head.weights["o"]), self._target_cache.data
         (part, parts), (chunk, chunks) = self._parts, self._chunks

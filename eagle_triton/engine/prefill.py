@@ -155,7 +155,7 @@ class Prefill:
         return False
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the caches of a prompt of `length` tokens from slot `source` to slot `target`, which has its tokens."""
+        """Copy the caches of a prompt of `length` tokens from slot `source` to slot `target`, which has the tokens."""
         self.sequences.copy(source, target, length)
         for kept in self.ends:
             kept[target] = kept[source]
@@ -340,8 +340,8 @@ def read_prompts(
 def score_rows(
     ops: Operations, view: ModelView, tokens: Tensor, hidden: Tensor, start: int, end: int, scores: Tensor
 ) -> None:
-    """Write to rows start .. end of scores, float64 [L, 1 + 2 K]: the log-probability of the token that follows in
-    `tokens` [capacity] int64, then what `top_logprobs` says there.
+    """Write to rows start .. end - 1 of scores, float64 [L, 1 + 2 K]: the log-probability of the token that follows in
+    `tokens` [capacity] int64, then the values of `top_logprobs`.
 
     hidden [>= end - start, H]: the target's normed hidden states of these tokens.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PromptSpan(NamedTuple):
-    """Tokens start .. end of one prompt, on the host."""
+    """Tokens start .. end - 1 of one prompt, on the host."""
 
     start: int
     end: int

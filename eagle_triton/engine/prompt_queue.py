@@ -25,7 +25,7 @@ _FORWARD = 0.5  # the time of a forward without its products, in units of a piec
 
 
 class Piece(NamedTuple):
-    """Tokens start .. end of a slot's prompt. last: the prompt ends there."""
+    """Tokens start .. end - 1 of a slot's prompt. last: the prompt ends there."""
 
     slot: int
     start: int

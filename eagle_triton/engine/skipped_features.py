@@ -28,17 +28,17 @@ class SkippedFeatures(NamedTuple):
     draft_lengths: Tensor  # [B] int32: committed tokens that the draft knows
 
     def keep(self, lengths: Tensor, features: Tensor) -> None:
-        """Keep features [B, n, F], n <= R, of the positions lengths .. lengths + n."""
+        """Keep features [B, n, F], n <= R, of the n positions from `lengths` on."""
         self.features.scatter_(1, self._places(lengths, features.shape[1]), features)
 
     def since(self, first: Tensor, count: int, end: Tensor) -> Tensor:
-        """The features of positions first .. first + count, [B, count, F]; zeros from `end` [B] on, where rows may be
-        another request's, or NaN."""
+        """The features of `count` positions from `first` on, [B, count, F]. They are zero from position `end` [B] on,
+        where rows may be another request's, or NaN."""
         known = first[:, None] + torch.arange(count, device=first.device) < end[:, None]
         return torch.where(known[:, :, None], self.features.gather(1, self._places(first, count)), 0)
 
     def _places(self, first: Tensor, count: int) -> Tensor:
-        """An index [B, count, F] into dimension 1 of `features`, for positions first .. first + count."""
+        """An index [B, count, F] into dimension 1 of `features`, for `count` positions from `first` on."""
         positions = first[:, None] + torch.arange(count, device=first.device)
         rows = positions.long() % self.features.shape[1]
         return rows[:, :, None].expand(-1, -1, self.features.shape[2])

@@ -288,7 +288,7 @@ class DecodeState:
         # a request needs them
         self.token_logits: Tensor | None = None
         self.masks: TokenMasks | None = None  # None until a request has a grammar
-        # [B, D + 2, 2, TOP_LOGPROBS] float64: the likeliest tokens beside these
+        # [B, D + 2, 2, TOP_LOGPROBS] float64: the likeliest tokens at the same places
         self.token_tops: Tensor | None = None
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)

@@ -21,7 +21,8 @@ class TreeSpec:
     nodes: N, the root included. top_k: K candidates per expanded node; 0: there are only grafts. beam_widths: nodes
     expanded in each beam pass after the first pass. beam_candidates, selected: for a fixed tree, the flat candidate
     indices that fill the beam slots and the drafts; None for a dynamic tree (EAGLE-2/3), where scores decide. grafts: J
-    candidates from earlier text (drafts/repeats.py); each may be a child of the one before.
+    candidates from earlier text (drafts/repeats.py); each may be a child of the one before. adaptive: EGAG may end the
+    drafting early, which leaves places empty.
     """
 
     nodes: int
@@ -55,7 +56,6 @@ class TreeSpec:
 
     @staticmethod
     def chain(drafts: int) -> TreeSpec:
-        """A chain of drafts."""
         return TreeSpec.dynamic(drafts + 1, max(drafts - 1, 0), 1)
 
     @staticmethod

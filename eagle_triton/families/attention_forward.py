@@ -31,7 +31,8 @@ HARMLESS = frozenset(
 
 
 def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
-    """One seam per layer of `model.base_model`. The module of the layer's class decides its kind."""
+    """One seam per layer of `model.base_model`. The Python module of the base model's class decides which of the
+    forwards below replaces the layers' own."""
     source = type(model.base_model).__module__.rpartition(".")[2]
     make = FORWARDS.get(source, transformers_forward)
     attention = TargetAttention(engine)
@@ -173,7 +174,7 @@ class Frame:
     position_ids: Callable[[], Tensor | None]
     past: int
     lengths: Tensor  # [B] int32
-    depths: Tensor  # [B, n] int32: positions, counted from these
+    depths: Tensor  # [B, n] int32: positions minus lengths
     ancestors: Tensor | None  # [B, n, W] int64, None: causal
     refused: str = ""  # why the original must run, if it must
 

@@ -60,7 +60,7 @@ def check_causal_lm(model: Any, root: str) -> None:
 
 
 def body_path(model: Any) -> str:
-    """The dotted path of the language model's layers and their embedding."""
+    """The dotted path of the module that has the language model's layers and embedding."""
     return "model.language_model" if hasattr(model.model, "language_model") else "model"
 
 
@@ -252,7 +252,7 @@ def draft_from_causal_lm(
 
 
 def _score_cap(config: Any, family: Family) -> float | None:
-    """Older versions of transformers, such as 5.17, silently ignore the cap with "sdpa"."""
+    """The soft cap of attention scores; None: there is none. With "sdpa", transformers (5.17) ignores the cap."""
     if getattr(config, "_attn_implementation", None) == "sdpa":
         return None
     return _field(config, family.score_cap, None)
@@ -270,8 +270,6 @@ def _check_shared_experts(view: ModelView, where: str) -> None:
 
 
 class _LayerReader:
-    """Reads the layers of one model."""
-
     def __init__(self, body: ModuleReader, dtype: torch.dtype, family: Family, config: Any):
         """body: the module with the layers. dtype: the model's."""
         self._body, self._dtype, self._family, self._config = body, dtype, family, config

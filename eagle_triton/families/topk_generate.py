@@ -111,9 +111,9 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
         return tree.tokens.clone(), torch.tensor(paths, device="cpu"), mask.float()[:, None], tree.depths[0].long()
 
     def _state(kept: Any, known: int, length: int, spec: TreeSpec) -> DecodeState:
-        """The state that the kept rows lie in if it will do, else a new one with a copy of them.
+        """The state that holds the kept rows, if it can be used, else a new one with a copy of them.
 
-        It will not if a later call kept rows after them, because the caller may go back to those.
+        It cannot if a later call kept rows after them, because the caller may go back to those later rows.
         """
         needed = length + 1 + scratch_rows(spec, draft)
         state = getattr(kept, "state", None)

@@ -19,7 +19,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 TABLES = Path(__file__).parent / "costs.json"
 ROW_COST = 0.0045  # assumed cost of one more row in the target's forward, in plain steps of one sequence
 LIVE = 9  # a tree's cost is the median of this many last times
-SETTLING = 2  # steps not timed after a change of tree: graphs are captured, caches catch up
+SETTLING = 2  # steps not timed after the first one with a new tree (nor is that): graphs are captured, caches catch up
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class CostTable:
         return next((table for table in tables if (table.device, table.shape, table.dtype) == wanted), None)
 
     def ms(self, batch: int, nodes: int, depth: int) -> float | None:
-        """Measured milliseconds of these steps, linear between and beyond measured batch sizes; None if unknown."""
+        """Measured milliseconds of these steps, None if unknown. Linear between measured batch sizes and above them.
+        Below the smallest size, or with only one size, its time."""
         known = sorted((row.batch, row.ms) for row in self.timings if (row.nodes, row.depth) == (nodes, depth))
         if not known:
             return None

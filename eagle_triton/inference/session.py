@@ -319,7 +319,7 @@ class Session:
         return True
 
     def keep_alive(self) -> None:
-        """Call this from time to time while a session that ranks share is idle. In others it does nothing."""
+        """Call this from time to time while a session that ranks share is idle. In other sessions it does nothing."""
 
     def _decode(self) -> int:
         """Decode one step. Returns the nodes of the verified tree."""

@@ -23,10 +23,10 @@ def fast_topk_torch(scores: Tensor, k: int, dim: int = -1, sorted: bool = True) 
 
 
 def select_top_k_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens and their log-probabilities, best first, ties to the lower id.
+    """The log-probabilities of the k most likely tokens, and these tokens, best first, ties to the lower id.
 
-    logits [bs, V] or [bs, n, V]; returns float32 and int64 of the same leading shape. NaN counts as -inf. Raises
-    ValueError unless 1 <= k <= V.
+    logits [bs, V] or [bs, n, V]; returns float32 and int64 [..., k] of the same leading shape. NaN counts as -inf.
+    Raises ValueError unless 1 <= k <= V.
     """
     scores, tokens = module_of("tree_decoding", logits.is_cuda).topk(logits.flatten(0, -2), k)
     return scores.unflatten(0, logits.shape[:-1]), tokens.unflatten(0, logits.shape[:-1])

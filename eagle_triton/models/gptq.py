@@ -53,8 +53,8 @@ WITHOUT_EFFECT = {
     *("disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
     *("use_cuda_fp16", "use_exllama"),
 }
-"""Fields for the calibration and for other kernels, and which layers are quantised, which their tensors show. So does
-`dynamic`, but for rules of a layer's own."""
+"""Fields for the calibration, for other kernels, and for which layers are quantised. The last are not needed, because
+the stored tensors show this."""
 
 
 class UnreadableError(BaseException):
@@ -149,7 +149,7 @@ def in_rows(
 
 
 def _in_order(numbers: Tensor) -> Tensor:
-    """Numbers [..., 8n] of AWQ's words as the columns lie."""
+    """Numbers [..., 8n] from AWQ's words, in the order of the columns."""
     return numbers.unflatten(-1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(-2)
 
 
@@ -210,7 +210,7 @@ def _register() -> None:
             return dict(zip(target_patterns, found, strict=True))
 
     class Transposed(ConversionOps):
-        """Each matrix of the lists."""
+        """Transposes each matrix of the lists."""
 
         def convert(self, input_dict: dict[str, Any], *_: Any, **where: Any) -> dict[str, Any]:
             for pattern, matrices in input_dict.items():
@@ -274,7 +274,8 @@ def _register() -> None:
 
 
 def _names_in(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Stored names by names of the model's tensors: what they become or are a part of; words become weights."""
+    """The stored names, by the names of the model's tensors that they become or are a part of. A qweight counts as a
+    weight."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

@@ -23,7 +23,7 @@ def check_product(
     same: bool = False,
     keep_splits: bool = False,
 ) -> None:
-    """`same`: all weights must have one shape."""
+    """Check a product's arguments. `same`: all weights must have one shape."""
     if keep_splits and residual is not None:
         raise ValueError(f"{name}: residual must be None with keep_splits, because the product's reader adds it")
     if not weights or len(weights) != len(biases):

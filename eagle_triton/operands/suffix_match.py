@@ -76,7 +76,7 @@ class TokenRing(NamedTuple):
     """Outputs of former requests, at fixed addresses on the device. The oldest are overwritten first."""
 
     tokens: Tensor  # [R] int32: END after each output, and in empty places
-    head: Tensor  # [1] int32: where the next output goes; the oldest output is there or next after it
+    head: Tensor  # [1] int32: where the next output goes; the oldest output is the next one from there on
 
 
 class RepeatDrafts(NamedTuple):

@@ -35,11 +35,13 @@ class Verification:
 
     verify_strategy, for sampled sequences:
         target_match: every node's own sample, see verify_target_match; text depends only on seed and target
-        rejection: one coin for each visited node, see verify_sampling; text depends on the tree, but not its
-        distribution greedy: the argmax topp: any draft that the filters keep, see verify_topp; lossy accept_policy:
-        normal; accept_all: the first child in node order down to a leaf, without the target; reject_all: only the root,
-        which is plain decoding. The strategy chooses the next token after the last accepted node. verify_window (topp,
-        normal): 0 is off. max_candidate_len (topp): keep only this many best tokens, 0 for all.
+        rejection: one coin for each visited node, see verify_sampling; text depends on the tree, but its distribution
+        does not
+        greedy: the argmax
+        topp: any draft that the filters keep, see verify_topp; lossy
+    accept_policy: normal; accept_all: the first child in node order down to a leaf, without the target; reject_all:
+    only the root, which is plain decoding. The strategy chooses the next token after the last accepted node.
+    verify_window (topp, normal): 0 is off. max_candidate_len (topp): keep only this many best tokens, 0 for all.
 
     Raises ValueError for an unknown name or an option without effect; TypeError for names that are no strings and
     counts that are no integers.

@@ -107,7 +107,7 @@ def _choose_gamma_kernel(
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B / SLOTS,)."""
+    """Grid (B / SLOTS,): a program updates the averages of SLOTS sequences and chooses their gamma."""
     await_inputs(PDL)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < batch
@@ -172,7 +172,7 @@ def _clip_depth_kernel(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,)."""
+    """Grid (B,): a program removes one sequence's candidates that are deeper than gamma."""
     await_inputs(PDL)
     batch, index = tl.program_id(0).to(tl.int64), tl.arange(0, COUNT)
     inside = index < count

@@ -1,4 +1,4 @@
-"""Attention of trees on Hopper: loads keys and values while it multiplies others.
+"""Attention of trees on Hopper: a program loads keys and values while it multiplies earlier ones.
 
 Splits and results are the same as in attention_tiles.py, bit for bit. Gluon places memory by hand. One warp of a
 program only loads: tiles of keys and values come through TMA into a ring of slots in shared memory. Each slot has two
@@ -51,8 +51,8 @@ class _Ring(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Cache rows first .. last: one split's part of the `tiles` tiles that `active` splits share. The first `committed`
-    of its `own` tiles hold no new keys. Of the first `narrowed` a node's window may hide keys."""
+    """Cache rows first .. last - 1: one split's part of the `tiles` tiles that `active` splits share. The first
+    `committed` of its `own` tiles hold no new keys. In the first `narrowed` tiles a node's window may hide keys."""
 
     first: Any
     last: Any
@@ -91,8 +91,8 @@ _ROUND_FP16 = gl.constexpr(
 
 
 def _scaling(count: int) -> tuple[gl.constexpr, gl.constexpr]:
-    """PTX that multiplies `count` numbers of a thread by their rows' factors, and its operands: sums, terms in the same
-    registers, factors in others. A thread has two of the tensor cores' sums from one row, then two from another."""
+    """PTX that multiplies `count` sums of a thread by their rows' factors, and its constraints: results, sums in the
+    same registers, and factors. A thread has two of the tensor cores' sums from one row, then two from another."""
     sums, factors = range(count), range(2 * count, 3 * count)
     products = " ".join(f"mul.f32 ${i}, ${i}, ${j};" for i, j in zip(sums, factors, strict=True))
     test = f"setp.neu.f32 p, ${factors[0]}, 0f3F800000; setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;"
@@ -139,7 +139,6 @@ def _window(bits_ptr, offset, ok, WORDS: gl.constexpr):
 
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """A ring of STAGES slots."""
     k_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _ROWS, desc.block_type.shape[1]], desc.layout)
     v_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _ROWS, desc.block_type.shape[1]], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -227,7 +226,7 @@ def _decayed(acc, decay):
 def _weigh(scores, top, total, scale_log2, KIND: gl.constexpr):
     """The weights of a tile's scores, the factor for earlier sums, and each row's new (maximum, denominator).
 
-    attention_tiles._fold without its product.
+    This is attention_tiles._fold without its product.
     """
     new_top = gl.maximum(top, gl.ceil(gl.max(scores, 1) * scale_log2))
     base = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -259,7 +258,7 @@ def _visible_scores(scores, bits_ptr, ok, start, length, last, WORDS: gl.constex
 
 @gluon.jit
 def _oldest_key(bits_ptr, ok, length, window, WORDS: gl.constexpr):
-    """The cache row of the first key in each row's window, which holds all of its ancestors."""
+    """The cache row of the first key in each row's window. The window holds all ancestors of the row's node."""
     ancestors = _popcount(gl.load(bits_ptr, mask=ok, other=0))
     for index in gl.static_range(1, WORDS):
         ancestors += _popcount(gl.load(bits_ptr + index, mask=ok, other=0))
@@ -275,7 +274,7 @@ def _scores_in_window(scores, oldest, start):
 
 @gluon.jit
 def _clear_unseen(v_tile, bits_ptr, ok, start, length, last, window, WORDS: gl.constexpr, LOADS: gl.constexpr):
-    """Set values from row `start` on that no node sees to zero: a weight of 0 would not hide a NaN."""
+    """Set to zero the values from row `start` on that no node sees: a weight of 0 would not hide a NaN."""
     anyone = gl.reduce(_window(bits_ptr, start - length, ok, WORDS), 0, _either)
     key = gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
     seen = (((anyone >> key.to(gl.int64)) & 1) != 0) & (start + key < last)

@@ -13,7 +13,7 @@ from eagle_triton.ops.layers.fp8_pair_rows import store_groups
 from eagle_triton.ops.layers.values import in_word_order, rounded
 from eagle_triton.ops.views import KeyValues, Pages
 
-MANY_TILES = tl.constexpr(64)  # tiles of keys: up to here half of the splits are used
+MANY_TILES = tl.constexpr(64)  # with at most this many tiles of keys, only half of the splits are used
 
 
 class HeadSizes(NamedTuple):
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 class KeyLayout(NamedTuple):
     """How a sequence's keys lie: rows of a `page` (0: all rows lie in one), and the `stride` from row to row.
 
-    words: of the new keys' ancestors, 0 if they are causal.
+    words: int64 words of a new node's ancestor bits, 0 if the nodes are causal.
     """
 
     page: int
@@ -117,7 +117,7 @@ class _Queries(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Cache rows first .. last: a part of the `tiles` tiles that `active` splits share."""
+    """Cache rows first .. last - 1: a part of the `tiles` tiles that `active` splits share."""
 
     first: Any
     last: Any
@@ -230,14 +230,14 @@ def _tile_row(page, start, rows_page, PAGE: tl.constexpr):
 
 @triton.jit
 def _sink(logit):
-    """A row's maximum and denominator where nothing but its sink, log2 of a weight, was added up; -inf: no sink."""
+    """The maximum and denominator of a row that has only its sink so far. logit: log2 of its weight, -inf for none."""
     top = tl.ceil(logit)
     return top, tl.exp2(logit - tl.where(top == float("-inf"), 0.0, top))
 
 
 @triton.jit
 def _tanh(x):
-    """To a few units in the last place. Near 0, where 1 - 2 / (exp(2x) + 1) is not that exact, by a polynomial."""
+    """tanh(x) to a few units in the last place. Near 0, where 1 - 2 / (exp(2x) + 1) is less exact, by a polynomial."""
     size, square = tl.abs(x), x * x
     series = tl.fma(tl.fma(square, 1.57394409e-2, -5.23025477e-2), square, 1.33152947e-1)
     series = tl.fma(series, square, -3.33327681e-1)
@@ -264,8 +264,8 @@ def _relative_to(top, base):
 
 @triton.jit
 def _add_split(sums, base, whole, acc, top, total):
-    """Add a split's (weighted sum, maximum, denominator) to the totals of the splits before it: exact but for the sum,
-    and for what underflows."""
+    """Add a split's (weighted sum, maximum, denominator) to the totals of the splits before it. Only the additions
+    round, and small terms may underflow."""
     new_base = tl.maximum(base, top)
     before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
     return tl.fma(acc, beside[:, None], sums * before[:, None]), new_base, tl.fma(total, beside, whole * before)
@@ -273,7 +273,7 @@ def _add_split(sums, base, whole, acc, top, total):
 
 @triton.jit
 def _begin_split(begins, sums, base, whole, acc, top, total):
-    """Where a split begins, add up the one before it and start anew."""
+    """Where a split begins, add the one before it to the totals and start from nothing."""
     if begins:
         sums, base, whole = _add_split(sums, base, whole, acc, top, total)
         acc, top, total = _nothing(acc.shape[0], acc.shape[1])
@@ -302,12 +302,12 @@ def _attend(
     ALL_SPLITS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Rows over a span of the cache: the weighted sum of their values [rows, columns], the exponent (log2) that the
-    weights are relative to (-inf: there are none), and their sum.
+    """Attend a tile of rows over a span of the cache. Returns each row's weighted sum of values [rows, columns], the
+    exponent (log2) that its weights are relative to (-inf: there are none), and the sum of its weights.
 
-    Tiles of committed rows need no mask (unless there is a window); those that touch new keys have a size of their own.
-    ALL_SPLITS: the span covers all splits; each is summed by itself first. sink: log2 of the weight that
-    each row begins with, None: 0. tanh_scale: scale_log2 is the factor of tanh(tanh_scale * q k), None: of q k.
+    Tiles of committed rows need no mask, unless there is a window. Tiles with new keys have a size of their own.
+    ALL_SPLITS: the span covers all splits, and each is summed by itself first. sink: log2 of the weight that each row
+    begins with, None: 0. Scores are scale_log2 * q k, or with tanh_scale scale_log2 * tanh(tanh_scale * q k).
     """
     BLOCK_M: tl.constexpr = TILES.rows
     BLOCK_N: tl.constexpr = TILES.keys
@@ -531,7 +531,7 @@ def _tree_attention_kernel(
     """
     if PDL == 2:
         tl.extra.cuda.gdc_wait()
-    if PDL:  # after the wait, because the merge reads the lengths before its own
+    if PDL:  # after the wait, because the merge reads the lengths before its own wait
         tl.extra.cuda.gdc_launch_dependents()
     sequence, head = tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads
     task = Task(tl.program_id(0), tl.program_id(2), sequence, head)

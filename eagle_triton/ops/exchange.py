@@ -1,4 +1,4 @@
-"""The exchange of a product's columns between ranks that share a model. ops/layers/norms.py exchanges sums of norms.
+"""The exchange of a product's columns between ranks that share a model. Sums are exchanged by ops/layers/norms.py.
 
     join_columns:    out[..., r * n : (r + 1) * n] = rank r's part
 
@@ -51,9 +51,9 @@ def _join_columns_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (blocks of rows in this launch,): a program stores its block where other ranks read it, or with SENT sends
-    it to them, waits for theirs, and writes all of them. first: the first block. columns: of a part, in `blocks`
-    blocks. place_rows, place_width: rows of a place in PeerMemory, and elements of a row. sent_rows, word_width: the
-    same for sent data.
+    it to them, waits for theirs, and writes all of them. first: the first block. A part's row has `columns` columns in
+    `blocks` blocks. place_rows, place_width: rows of a place in PeerMemory, and elements of a row. sent_rows,
+    word_width: the same for sent data.
     """
     await_inputs(PDL)
     here = tl.program_id(0).to(tl.int64)
@@ -132,5 +132,4 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
 
 
 def _blocks(rows: Tensor, block: int) -> int:
-    """The number of blocks in `rows`."""
     return len(rows) * triton.cdiv(rows.shape[1], block)

@@ -27,7 +27,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _gather_rows_kernel(x, index, out, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Grid (B * n, blocks of a row)."""
+    """Grid (B * n, blocks of a row): a program copies one block."""
     await_inputs(PDL)
     batch, place = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
     row = tl.maximum(tl.load(index.ptr + batch * index.row + place * index.item), 0).to(tl.int64)
@@ -79,7 +79,7 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
 
 
 def sequence_rows(tokens: Tensor, first: Tensor, count: int, offset: int = 0, *, out: Tensor | None = None) -> Tensor:
-    """Columns first + offset .. first + offset + count of each sequence. Past the end the last column is repeated.
+    """`count` columns of each sequence from first + offset on. Past the end the last column is repeated.
 
     tokens [B, C] int64, first [B] int32, first + offset not negative; returns [B, count] int64, in `out` if given.
     Raises ValueError if shapes, dtypes or strides do not fit.

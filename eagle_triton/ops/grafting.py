@@ -61,7 +61,7 @@ def _graft_kernel(
     PLACES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): one sequence's drafts, each after its parent."""
+    """Grid (B,): a program grafts one sequence's drafts, each after its parent."""
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
     index, place = tl.arange(0, CANDIDATES), tl.arange(0, PLACES)
@@ -127,7 +127,7 @@ def _first_rate(bucket):
 
 @triton.jit
 def _estimate_scores_kernel(drafts, counts, scores_ptr, buckets_ptr, places, PLACES: tl.constexpr, PDL: tl.constexpr):
-    """Grid (B,): one sequence's drafts."""
+    """Grid (B,): a program estimates the scores of one sequence's drafts, and stores their bucket."""
     await_inputs(PDL)
     batch, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
     real = place < places
@@ -167,7 +167,7 @@ def _count_right_kernel(
     PLACES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (1,): all sequences, one after another, each in all places at once."""
+    """Grid (1,): the program counts all sequences, one after another, each in all places at once."""
     await_inputs(PDL)
     place = tl.arange(0, PLACES)
     real = place < places

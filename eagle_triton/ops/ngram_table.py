@@ -11,7 +11,8 @@
 | drafts        | [B, J] int64             | -1 where nothing is drafted                                        |
 
 Ties go to the token that came first, so a slot's counts must change in the order of its tokens. For each slot and
-length, one program of one warp goes through them, and compares 32 places of a table at once. So are prompts counted.
+length, one program of one warp goes through them, and compares 32 places of a table at once. Prompts are counted in the
+same way.
 
 Numerics: counts are fp64 sums in that order, so they equal sums of Python's floats for every weight.
 """

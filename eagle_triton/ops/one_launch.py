@@ -3,8 +3,8 @@
     hidden, normed = the residual stream after the last layer, and its norm
 
 128 programs stay for the whole launch. In each, one warp streams the program's share of all weights, and its keys and
-values, through a ring in shared memory. Weights depend on nothing but a mixture's choice of experts, so it mostly waits
-for free slots only. Eight warps compute. A layer has four phases, which share the code of their products:
+values, through a ring in shared memory. Weights depend on nothing but a mixture's choice of experts, so this warp
+mostly waits for free slots only. Eight warps compute. A layer has four phases, which share the code of their products:
 
     0  residual, norm                                    x [H]      -> q, k, v
     1  norms of heads, rotary, attention, its merge      x [8 * QD] -> o
@@ -21,9 +21,9 @@ queries.
 
 Between phases, programs send values to each other through mailboxes in global memory, without barriers. A value is an
 fp32 number with the layer's parity as its last bit. A reader loads until the last bits of all its values are right.
-Sent are bf16 numbers, which lose nothing by this, and parts of attention, which lose their last bit. A mailbox is used
-once per layer, and its next writers have waited for all of its readers in between. A reader that waits too long takes
-NaN. If a program is missing, NaN ends in the logits.
+bf16 numbers lose nothing by this, and parts of attention lose their last bit. A mailbox is used once per layer, and its
+next writers have waited for all of its readers in between. A reader that waits too long takes NaN, so the logits are
+NaN if a program is missing.
 
 Each weight of a model is its own tensor. One TMA descriptor reaches all of them: its matrix has rows of 128 bytes from
 the lowest address on, and a table has the first such row of each weight.
@@ -31,7 +31,7 @@ the lowest address on, and a table has the first such row of each weight.
 Numerics: fp32 sums, rounded where the separate kernels round. Sums of products and of softmax have another order than
 there, so the bits differ. Every run gives the same bits.
 
-All of it is some 60 KiB of code, for a mixture 75 that run, and should stay so: see docs/speed-notes.md, "One launch".
+The code has some 60 KiB. For a mixture 75 KiB run. It should not grow: see docs/speed-notes.md, "One launch".
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ cos_sin = gluon.jit(rotary.cos_sin.fn)
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model: hidden size, query heads of each of eight groups, their size, its columns that rotate,
+    """Sizes of a model: hidden size, query heads of each of eight groups, a head's size, its columns that rotate,
     intermediate size, layers; whether query and key heads have norms; key heads. Of a mixture: whether layers have one,
-    and whether its weights are rounded to bf16; I is an expert's."""
+    and whether its weights are rounded to bf16. There I is an expert's size."""
 
     H: int
     Q: int
@@ -129,8 +129,8 @@ def weights_descriptor(lowest: Tensor, rows: int) -> TensorDescriptor:
 
 
 def narrow_descriptor(lowest: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """A descriptor of [row, unit, UNIT]: the units that follow a row of this matrix, up to `width` columns. TMA reads
-    none beyond, and gives zeros for them."""
+    """A descriptor of [row, unit, UNIT]: the units from a row of this matrix on, up to `width` columns. Beyond these
+    TMA reads nothing, and gives zeros."""
     units = width // 64
     return TensorDescriptor(lowest, [rows - units + 1, units, 64], [64, 64, 1], [1, 16, 64], _NARROW.value)
 
@@ -229,7 +229,7 @@ class Work(NamedTuple):
 # --- Sending and receiving
 
 
-# What inserts PTX takes it as an argument, because otherwise Triton's cache would not see that it has changed.
+# Functions that insert PTX take it as an argument, because otherwise Triton's cache would miss a change.
 @gluon.constexpr_function
 def _receiving(loads):
     """PTX that loads until the last bits of all values equal the last operand's, or gives NaN after _TRIES; its
@@ -364,7 +364,7 @@ def _without(keys, key):
 
 @gluon.jit
 def _expert_of(keys, number):
-    """The expert that was chosen as number `number`."""
+    """The chosen expert at place `number` of the order."""
     key = keys[0]
     for i in gl.static_range(1, CHOSEN):
         key = gl.where(number == i, keys[i], key)
@@ -783,7 +783,7 @@ def _columns(D, count):
 
 @gluon.jit
 def _other_of_pair(column, R: gl.constexpr):
-    """The column that rotates with a column; a column that does not rotate itself."""
+    """The column that rotates with this one, or this one if it does not rotate."""
     other = gl.where(column < R // 2, column + R // 2, column - R // 2)
     return gl.where(column < R, other, column)
 

@@ -5,9 +5,9 @@
 | name   | shape            | dtype        |                                                                     |
 |--------|------------------|--------------|---------------------------------------------------------------------|
 | q, out | [N, Hq, d]       | bf16 or fp16 | rows of one prompt, d a multiple of 8 and at most 128               |
-| cache  | [2, P, Hkv, R, d] | q           | keys and values of one layer, in P pages of R rows                  |
+| cache  | [2, P, Hkv, R, d] | as q        | keys and values of one layer, in P pages of R rows                  |
 | table  | [M]              | int32        | the prompt's pages                                                  |
-| part   | [N, Hq, d]       | q            | the rows' attention over one stretch of the keys (workspace)        |
+| part   | [N, Hq, d]       | as q         | the rows' attention over one stretch of the keys (workspace)        |
 | lse    | [Hq, N]          | float32      | log-sum-exp of that stretch's weights (workspace)                   |
 
 cuDNN makes a plan for each shape, in 45 ms on an H200, and torch keeps it per thread. So the committed rows are cut
@@ -199,7 +199,7 @@ def prompt_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v for tokens start .. end of one prompt, with their keys in the cache already.
+    """softmax(scale * q k^T) v for tokens start .. end - 1 of one prompt, with their keys in the cache already.
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d] in
     q's dtype, with contiguous rows; table [M] int32: token t is row t % R of page table[t // R], R a multiple of 64

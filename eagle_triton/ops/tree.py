@@ -150,7 +150,7 @@ def topk_merge(
 
 @triton.jit
 def _topk_chunk_kernel(x, best, vocabulary, K: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Grid (R, chunks)."""
+    """Grid (R, chunks): a program runs `topk_chunk` for one chunk of a row."""
     await_inputs(PDL)
     row, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     topk_chunk(row, tl.program_id(1), x, best, chunks, vocabulary, K, CHUNK)
@@ -169,7 +169,7 @@ def _topk_merge_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R,)."""
+    """Grid (R,): a program merges the chunks of a row."""
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     values, tokens = values_out_ptr + row * K, tokens_out_ptr + row * K
@@ -273,7 +273,8 @@ def _expand_beam_kernel(
 
 @triton.jit
 def _best_candidates(key, least, drafts):
-    """Which of key [n] >= least are the `drafts` largest (ties to the lower index), and their rank by index."""
+    """Which of the keys [n], all >= least, are the `drafts` largest (ties to the lower index), and the rank of each by
+    index."""
     low = least.to(tl.int64) - 1
     high = tl.max(key, 0).to(tl.int64)
     while high - low > 1:  # count(key > low) >= drafts > count(key > high)
@@ -399,7 +400,8 @@ def _build_tree_kernel(
     DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,). A root is in column 0 of its row, or in column lengths[b]. tree_strides: of the Tree's tensors."""
+    """Grid (B,): a program writes one tree. A root is in column 0 of its row, or with lengths in column lengths[b].
+    tree_strides: of the Tree's tensors."""
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
     if lengths_ptr is not None:

@@ -235,7 +235,8 @@ def gating(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor
 
 
 def _before(place: Tensor, ancestors: Tensor | None, kept: int) -> Tensor:
-    """The places [B, n], counted from the begin of the window, of the tokens before: a node's parent, or one less."""
+    """The place of the token before each place [B, n]: of a node's parent, otherwise one less. Places count from the
+    beginning of the window."""
     if ancestors is None:
         return place - 1
     node = torch.arange(ancestors.shape[1], device=place.device)

@@ -19,7 +19,7 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
 
 
 def sequence_rows(tokens: Tensor, first: Tensor, count: int, offset: int = 0, *, out: Tensor | None = None) -> Tensor:
-    """Columns first + offset .. first + offset + count of each sequence; past the end, the last column is repeated.
+    """`count` columns of each sequence from first + offset on. Past the end the last column is repeated.
 
     tokens [B, C] int64, first [B] int32; returns [B, count] int64, in `out` if given. Raises ValueError if shapes or
     dtypes do not fit.

@@ -12,7 +12,7 @@ from eagle_triton.operands.kv_cache import capacity_of, check_append, check_comm
 
 
 def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
-    """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n of every layer, in place.
+    """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n - 1 of every layer, in place.
 
     cache [layers, 2, B, Hkv, T, d]; lengths [B] int32. On a CPU, raises ValueError before writing anything if a
     sequence has no room for n rows; on a GPU the caller must check this, because the host does not know the lengths.
@@ -59,7 +59,7 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
 
 
 def write_rows(cache: Tensor, rows: Tensor, first_row: Tensor, table: Tensor | None = None) -> None:
-    """Write keys and values [B, n, 2, Hkv, d] at rows first_row .. first_row + n [B] of one layer's cache, in place.
+    """Write keys and values [B, n, 2, Hkv, d] at n rows from first_row [B] on of one layer's cache, in place.
 
     cache [2, B, Hkv, T, d], or in pages with a `table`, see reference.attention.tree_attention. Rows outside 0 .. T - 1
     are not written.

@@ -22,7 +22,7 @@ def prompt_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v for tokens start .. end of one prompt, with their keys in the cache already.
+    """softmax(scale * q k^T) v for tokens start .. end - 1 of one prompt, with their keys in the cache already.
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d]
     (keys, values of one layer) in q's dtype, Hq a multiple of Hkv; table [M] int32: token t is row t % R of page

@@ -54,8 +54,8 @@ def expand_beam(
 
     parent_scores [B, P] float32 (cumulative log-probabilities; P = 1 and 0.0 for the root); log_probs [B, P, K] of the
     children, tokens [B, P * K] int64; parent_ancestors [B, P, W] int64 over beam slots (zeros for the root). The
-    `width` best of the P * K children, ties to the lower index, fill the beam slots first_slot .. first_slot + width;
-    for a fixed tree `selected` [width] int64 names them. A NaN score counts as -inf. width may be 0.
+    `width` best of the P * K children, ties to the lower index, fill the beam slots from first_slot on. For a fixed
+    tree `selected` [width] int64 names them. A NaN score counts as -inf. width may be 0.
 
     first_candidate: the flat index of the first child. out: tensors for the children's tokens [B, P * K] int64, their
     scores [B, P * K] float32 and the flat indices of the chosen [B, width] int64; they are parts of build_tree's
@@ -154,7 +154,7 @@ def best_first_tree(
     if lengths is not None:
         root = root.gather(1, lengths.long().clamp(max=root.shape[1] - 1)[:, None])[:, 0]
     batch, levels, _, k = log_probs.shape
-    # the best paths of each level, as many as the tree could take; those of all levels are counted from the root on
+    # Keep the best paths of each level, as many as the tree could take. They are numbered over all levels; 0: the root.
     row, scores, first = tokens.new_zeros(batch, 1), log_probs.new_zeros(batch, 1), 0
     of_paths: list[tuple[Tensor, Tensor, Tensor]] = []  # scores, tokens, parents
     for level in range(levels):

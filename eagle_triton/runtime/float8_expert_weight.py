@@ -18,7 +18,7 @@ class Float8ExpertWeight:
     | name   | shape                               | dtype, layout                                |
     |--------|-------------------------------------|----------------------------------------------|
     | values | [E, N, K], K a multiple of 16       | float8_e4m3fn, finite, contiguous,           |
-    |        |                                     | aligned to 4 bytes            |
+    |        |                                     | aligned to 4 bytes                           |
     | scales | [E, N / 128, K / 128], the last two | fp32 or bf16, one for each block of 128 by   |
     |        | rounded up                          | 128 of an expert                             |
 

@@ -86,8 +86,8 @@ class Float8Weight:
 def quantised(weight: Tensor, block: bool = False) -> Float8Weight:
     """The nearest Float8Weight to a matrix [N, K], with a scale for each row, or with `block` for each block.
 
-    The largest number of a row or block becomes 448, the largest of e4m3. If all are zero, the scale is 1. Raises
-    ValueError for a weight that is not finite.
+    The largest magnitude in a row or block becomes 448, the largest of e4m3. If all numbers are zero, the scale is 1.
+    Raises ValueError for a weight that is not finite.
     """
     wide = weight.detach().float()
     if not wide.isfinite().all():

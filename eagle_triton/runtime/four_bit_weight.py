@@ -213,8 +213,8 @@ def quantised(weight: Tensor, group: int = 128) -> FourBitWeight:
     """A matrix [N, K] rounded to the nearest multiples -8 to 7 of a scale for each group of columns of a row, without
     zeros, packed by rows.
 
-    The scale is the group's largest number / 7.5, in the weight's dtype; if all are zero, 1. Raises ValueError for a
-    weight that is not finite, and if K is not a multiple of the group.
+    The scale is the group's largest magnitude / 7.5, in the weight's dtype; if all numbers are zero, 1. Raises
+    ValueError for a weight that is not finite, and if K is not a multiple of the group.
     """
     rows, depth = weight.shape
     if depth % group:

@@ -36,7 +36,7 @@ _failed: dict[tuple, KernelError] = {}  # by launch_key
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Called like kernel[grid]; the call returns the compiled kernel, or None inside `recorded()`.
+    """A function to call like kernel[grid]. The call returns the compiled kernel, or None inside `recorded()`.
 
     It raises KernelError if the kernel does not compile or load.
     """

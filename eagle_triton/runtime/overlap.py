@@ -70,7 +70,7 @@ def early_start(device: torch.device) -> dict[str, bool]:
 
 
 def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.device) -> Callable[..., None]:
-    """Called like kernel[grid]; starts the kernel early if the device supports it.
+    """A function to call like kernel[grid]. It starts the kernel early if the device supports it.
 
     The kernel has a constexpr PDL and calls `await_inputs(PDL)`.
     """

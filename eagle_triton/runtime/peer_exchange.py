@@ -104,7 +104,7 @@ def send(word_addresses_ptr, part, start, offs, mask, use, rank, RANKS: tl.const
 def receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, KIND: tl.constexpr):
     """Wait for the values [1, n] that `send` writes there, and return them as KIND; 0 where `mask` is false.
 
-    No two threads may have the same value. If values do not arrive, it gives up like `signal_and_wait`.
+    The layout must not give one value to two threads. If values do not arrive, it gives up like `signal_and_wait`.
     """
     looked = 0
     words_ptr, nothing = row_at(word_addresses_ptr, rank, start, offs, tl.int64), use.to(tl.int64) << 32

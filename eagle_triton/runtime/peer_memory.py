@@ -135,7 +135,7 @@ class PeerMemory:
         return 0 < 4 * part.shape[-1] <= self.row_bytes and part.device == self.uses.device
 
     def pieces(self, rows: int) -> Iterator[tuple[int, int]]:
-        """The first and last row of each launch that exchanging `rows` rows takes."""
+        """The first row of each launch that exchanging `rows` rows takes, and the row after its last."""
         return ((first, min(first + self.rows, rows)) for first in range(0, rows, self.rows))
 
     def gave_up(self) -> bool:

@@ -164,7 +164,6 @@ class Choice:
         self._offset = len(self._echo)  # of the next token in the choice's text
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The whole choice."""
         said, _ = self.add(whole_piece(self._request, completion))
         assert said is not None, "a completion ends its request"
         if self._body.chat:
@@ -329,7 +328,6 @@ class Choice:
             calls.append({"index": self._call, "function": {"arguments": said}})
 
     def call_id(self) -> str:
-        """The id of a new call."""
         return self._reader.call_name(self._body, uuid.uuid4().hex)
 
     def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:

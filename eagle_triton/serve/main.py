@@ -176,8 +176,6 @@ def protocol() -> type[Any]:
     base: Any = AutoHTTPProtocol
 
     class Impatient(base):
-        """A connection."""
-
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.loop.call_later(HEADER_SECONDS, self._give_up)

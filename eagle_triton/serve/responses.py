@@ -167,7 +167,6 @@ class ResponseAnswer:
         self._number = 0  # of the next event
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer."""
         self._follow(whole_piece(self._request, completions[0]))
         return self._ended(completions[0])
 

@@ -231,9 +231,8 @@ class ScoringDraft(Draft):
         state: DecodeState,
         score: Callable[[int, Expansion | None], tuple[Tensor, Tensor]],
     ) -> Candidates:
-        """The candidates that `score` scores. It is called with each level and with the chosen nodes, None for the
-        root. It must score their children. It returns the children's log-probabilities [B, P, K] and tokens [B, P *
-        K]."""
+        """The candidates. `score` is called for each level with the chosen nodes of the level above, None for the root.
+        It returns the log-probabilities [B, P, K] and the tokens [B, P * K] of their children."""
         spec, plan = state.spec, state.draft_tree_tensors
         scores, ancestors, first_slot, nodes = plan.root_score, plan.root_ancestors, 0, None
         found = Candidates.new(spec, state.batch, state.lengths.device)
@@ -382,7 +381,7 @@ class BeamDraft(ScoringDraft):
         return levels if levels < spec.beam_levels else None
 
     def rows(self, lengths: Tensor) -> Tensor:
-        """Draft cache rows [B] int32, root included, for `lengths` target rows, root excluded."""
+        """How many rows [B] int32 the draft's cache has, with the root's, where the target's has `lengths`."""
         return lengths if self.first_token == 1 else lengths + (1 - self.first_token)
 
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
@@ -442,7 +441,7 @@ class BeamDraft(ScoringDraft):
         ancestors: Tensor | None = None,
         tune_for_nodes: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over the target's features, for the cache rows lengths .. lengths + n.
+        """Run the layers over the target's features, for the n cache rows from `lengths` on.
 
         tokens [B, n] of these rows; features [B, n, F] of the positions before them. Each row sees those before it;
         `ancestors` [B, n, W] may express this in bits. `tune_for_nodes`: see NewRows. Returns like `forward`.
@@ -459,8 +458,8 @@ class BeamDraft(ScoringDraft):
         rows: NewRows,
         given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers over x [B, n, H], then the final norm. normed: the first layer's input. given [B, n, L, P]: of
-        LayerInputs. Returns like `forward`."""
+        """Run all layers over x [B, n, H], then the final norm. normed: the first layer's input. given [B, n, L, P]:
+        what LayerInputs gives. Returns like `forward`."""
         update = None
         for index, layer in enumerate(self.layers):
             if index:

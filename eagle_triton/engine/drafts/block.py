@@ -99,8 +99,8 @@ MOST_CANDIDATES = 64  # per row; only these are corrected
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(ABC):
-    """Corrects the logits of a row's best tokens by the path before them: adds the product of the path's latent vector
-    and each token's.
+    """Corrects the logits of a row's best tokens by the path before them: to each it adds the product of the path's
+    latent vector and the token's vector.
 
     The path's vector depends on the row and the token before it, and in a recurrent correction on a state [S], which
     each token of the path changes.
@@ -137,7 +137,7 @@ class Correction(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(Correction):
-    """DFlash2's, from the row and the token before it; see models.block_drafter.CandidateSelector."""
+    """DFlash2's correction, from the row and the token before it; see models.block_drafter.CandidateSelector."""
 
     predecessors: Tensor  # [V, r]
     hidden: Projection  # [r, H]
@@ -154,7 +154,7 @@ class Selector(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovHead(Correction):
-    """DSpark's, from the token before a row, with a gate also from the row; see models.block_drafter.MarkovHead."""
+    """DSpark's correction, from the token before a row; a gate also reads the row. See models.block_drafter."""
 
     w1: Tensor  # [V, r]
     gate: Projection | None = None  # [r, H + r]
@@ -173,7 +173,7 @@ class MarkovHead(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentMarkovHead(Correction):
-    """DSpark's with a state ("rnn"); see models.block_drafter.MarkovHead."""
+    """DSpark's correction with a state ("rnn"); see models.block_drafter.MarkovHead."""
 
     w1: Tensor  # [V, r]
     joint: Projection  # [3 r, 2 r + H]
@@ -194,7 +194,7 @@ class RecurrentMarkovHead(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class Domino(Correction):
-    """Domino's, a GRU over the embeddings of a path; see models.block_drafter.BlockDrafter."""
+    """Domino's correction, a GRU over the embeddings of a path; see models.block_drafter.BlockDrafter."""
 
     embedding: Tensor  # [V, H]
     embedding_scale: float
@@ -227,16 +227,16 @@ class Lattice(NamedTuple):
 
     log_probs: Tensor  # [B, D, M, K] float32
     tokens: Tensor  # [B, D, M, K] int64
-    rows: Tensor | None  # [B, D, M, K] int64: of the next level, which has the children; None: its only one
+    rows: Tensor | None  # [B, D, M, K] int64: the next level's row with the children; None: its only row
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDraft(ScoringDraft):
     """Reads the root and mask tokens in one pass. Each row scores a level of the tree.
 
-    Row 0 is the root's. `shifted`: row i scores the tokens after it, level i; otherwise the tokens in its own place,
-    level i - 1, and row 0 none. `causal`: for each layer, whether a row of the block sees only those before it; all see
-    all committed tokens. Without a correction, levels do not depend on the choices above them.
+    Row 0 is the root's. If `shifted`, row i scores the tokens after it, level i. Otherwise it scores the tokens in its
+    own place, level i - 1, and row 0 scores none. `causal`: for each layer, whether a row of the block sees only those
+    before it. All rows see all committed tokens. Without a correction, levels do not depend on the choices above them.
     """
 
     fc: Projection  # [H, F]

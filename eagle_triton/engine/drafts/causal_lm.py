@@ -41,8 +41,9 @@ class CausalLMDraft(BeamDraft):
 
     @property
     def _extends_by_one_launch(self) -> bool:
-        """Whether that beats one pass over all rows of its chain: six rows take 1.7 times as long as one row in one
-        launch at Qwen3-0.6B's shape, but at larger ones hardly longer, and the last draft needs a second launch.
+        """Whether `_extend_by_one_launch` beats one pass over all rows of its chain. At Qwen3-0.6B's shape six rows
+        take 1.7 times as long as one row in one launch. At larger shapes they take hardly longer, and one launch may
+        not be enough: the last draft needs a second one.
         """
         return self.hidden_size <= 1024
 
@@ -51,8 +52,8 @@ class CausalLMDraft(BeamDraft):
             super().extend(ops, state, accepted, features)
 
     def _extend_by_one_launch(self, ops: Operations, state: DecodeState, accepted: AcceptedPath) -> bool:
-        """Take in what its own chain lacks: the root, and the last draft if all were accepted. The passes that drafted
-        the others have left their rows in the cache. Returns whether it did."""
+        """Take in the tokens that its cache lacks: the root, and the last draft if all were accepted. The passes of the
+        draft have left the rows of the others in the cache. Returns whether it did."""
         own_chain = state.masks is None and self.egag is None  # grammars force tokens, EGAG ends chains
         if not (own_chain and self._extends_by_one_launch and ops.one_launch) or state.batch > 1:
             return False

@@ -63,7 +63,6 @@ class CountedNgrams:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All its tensors on the device."""
         yield from self.table
 
 

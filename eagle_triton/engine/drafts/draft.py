@@ -59,8 +59,8 @@ class Draft(ABC):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers. Their inputs, concatenated, are the features that it takes in; none: the output of the
-        last."""
+        """The target's layers that give the features which it takes in: their inputs, concatenated. Empty: the
+        features are the output of the last layer, normed."""
         return ()
 
     def check_tree(self, spec: TreeSpec) -> None:

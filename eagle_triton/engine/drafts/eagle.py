@@ -33,8 +33,8 @@ class EagleDraft(BeamDraft):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Draft(EagleDraft):
-    """EAGLE-3: x = fc(features) for target features, or its own hidden state itself. The single layer reads
-    cat(input_norm(embedding), hidden_norm(x)); logits = head(norm(hidden)).
+    """EAGLE-3: x = fc(features) for the target's features, or x is the head's own hidden state. The single layer reads
+    cat(input_norm(embedding), hidden_norm(x)), and logits = head(norm(hidden)).
 
     EAGLE 3.1 may norm features before fc: all together, then each layer's by itself.
     """

@@ -30,7 +30,7 @@ from eagle_triton.operands.grafting import BUCKETS
 
 @dataclass(frozen=True)
 class WrappedDraft(Draft):
-    """A draft with layers (`beams`) and a second source, which has no data by slot. Only its tree differs from
+    """A draft with layers (`beams`) and a second source, which has no data by slot. Only its trees differ from those of
     `beams`."""
 
     beams: ScoringDraft

@@ -32,7 +32,6 @@ class MTPUnit:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All weights that a pass reads."""
         yield from (self.token_norm.weight, self.hidden_norm.weight, self.norm.weight, *self.fc.tensors)
         yield from self.layer.tensors
 

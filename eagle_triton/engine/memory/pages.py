@@ -309,7 +309,6 @@ class SlotPages:
         return pages
 
     def part(self, slots: slice) -> SlotPages:
-        """The same for some of the slots."""
         part = object.__new__(SlotPages)
         part.pool, part.table, part._held = self.pool, self.table[slots], self._held[slots]
         part.slots = len(part._held)
@@ -321,7 +320,6 @@ class SlotPages:
         return self.table.shape[1] * PAGE_ROWS
 
     def of(self, slot: int) -> Sequence[int]:
-        """A slot's pages."""
         return self._held[slot]
 
     def take(self, rows: Mapping[int, int], prefixes: Mapping[int, Sequence[bytes]]) -> dict[int, int]:

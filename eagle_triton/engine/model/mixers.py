@@ -99,7 +99,7 @@ class MixerCache(ABC):
         """Copy slot `source`, a sequence of `length` committed tokens, to slot `target`."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The same after the slot's pages were moved from `source` to `target`."""
+        """Move slot `source` to slot `target`. The slot's pages were moved already."""
         self.copy(source, target, length)
 
     @abstractmethod
@@ -134,7 +134,7 @@ class Mixer(ABC):
 
     @property
     def span_shape(self) -> tuple[int, int, int] | None:
-        """Query heads, key heads and head dim for `prompt_attention`; None: it cannot read spans so."""
+        """Query heads, key heads and head dim for `prompt_attention`; None: it cannot read spans in this way."""
         return None
 
     def sees_all(self, rows: int) -> bool:
@@ -154,8 +154,8 @@ class Mixer(ABC):
 
     @abstractmethod
     def forward(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows) -> Product:
-        """Run over the new rows x [B, n, *] of trees or chains. cache: this layer's. x is a
-        tensor, or in its `input_format`.
+        """Run over the new rows x [B, n, *] of trees or chains. cache: this layer's. x: a tensor, or rows in the
+        mixer's `input_format`.
 
         Returns the update of the residual stream [B, n, H], perhaps as splits.
         """

@@ -77,13 +77,11 @@ class Layer:
 
     @property
     def mixtures(self) -> tuple[Experts, ...]:
-        """Its mixtures of experts."""
         blocks = (self.mlp, None if self.beside is None else self.beside.block)
         return tuple(block for block in blocks if isinstance(block, Experts))
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All weights that a forward reads."""
         yield from (norm.weight for norm in self.norms)
         if self.scale is not None:
             yield self.scale
@@ -319,7 +317,7 @@ def _layers(
     """Run the first layers over tokens [B, n]. given [B, n, L, P]: LayerInputs of all layers, if they have any.
 
     Returns the residual stream [B, n, H] and the update that is still to be added to it (both None without layers, the
-    latter also if it is added already), and the features [B, n, F] if the view has feature_layers.
+    update also if it is added already), and the features [B, n, F] if the view has feature_layers.
     """
     x: Tensor | None = None
     update: Product | NormedUpdate | None = None

@@ -253,7 +253,7 @@ def _each(holders: Sequence[dict[str, Any]], name: str) -> Iterator[Any]:
 
 
 def _each_filled(holders: Sequence[dict[str, Any]], name: str) -> Iterator[dict[Any, Any]]:
-    """`_each` dictionary that is not empty."""
+    """The same, without empty dictionaries."""
     return filter(None, _each(holders, name))
 
 

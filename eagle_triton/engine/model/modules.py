@@ -53,8 +53,8 @@ class Projection:
     """A matrix product `x @ weight.T + bias`, or a `module` that is called (quantised, sharded).
 
     summed_over: ranks that each have some columns of the weight (one of them the bias), and add up their results.
-    joined_over: ranks that each have some of its rows, and concatenate their results; outputs: the slice of those that
-    this projection is, None for all.
+    joined_over: ranks that each have some of its rows, and concatenate their results. outputs: the slice of these
+    results that belongs to this projection, None for all.
     divisor, cap: for the logits of a vocabulary projection, see `project`: its product is divided by `divisor`, and
     bounded as cap * tanh(product / cap), each operation rounded to its dtype.
     """
@@ -141,7 +141,6 @@ class MLP:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that one call reads."""
         for projection in (self.gate, self.up, self.down):
             yield from projection.tensors
 
@@ -169,7 +168,8 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: up to `most_rows` rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
+    """A mixture of experts, [B, n, H] -> [B, n, H]. Up to `most_rows` rows are computed from `weights`, more by
+    `module`.
 
     chosen: experts per row, of `count`; 0 of 0 if not known. weights: None for a block whose module is always called;
     `reason` says why. routed: computes the sum of the experts for more rows, without a shared expert, if the module
@@ -212,8 +212,8 @@ class Experts:
 class ExpertsBeside:
     """A mixture of experts beside the MLP of its layer. The outputs of both are normed and added up.
 
-    block: its module is called with the router's input and the experts' input, [B, n, H] each; the latter is normed by
-    `input_norm`.
+    The module of `block` is called with the router's input and the experts' input, [B, n, H] each. `input_norm` norms
+    the second.
     """
 
     block: Experts
@@ -233,8 +233,8 @@ class ExpertsBeside:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of L layers besides the residual stream, P columns each: the layer's own embedding of the token, and a
-    part of a product of the token's embedding (Gemma 4 E2B)."""
+    """The inputs of L layers besides the residual stream, P columns each: the scaled sum of the layer's own embedding
+    of the token, and of the layer's part of a product of the token's embedding (Gemma 4 E2B)."""
 
     table: Tensor  # [V, L * P]
     table_scale: float
@@ -282,7 +282,7 @@ def with_projections(part: Any, change: Callable[[Projection], Projection]) -> A
 
 
 def with_changed(part: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The same for parts of any kind."""
+    """As `with_projections`, for all parts of the class `kind`."""
     if isinstance(part, kind):
         return change(part)
     if isinstance(part, tuple):
@@ -297,7 +297,7 @@ def with_changed(part: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def row_format_of(*projections: Projection) -> RowFormat | None:
-    """A format in which all of them read their input and the kernel before may write it; None if it is of no use."""
+    """The format in which all of them read their input best, and which the kernel before may write; None: as it is."""
     weights = [projection.weight for projection in projections]
     if all(isinstance(weight, Float8Weight) for weight in weights):
         return RowFormat.FLOAT8_PAIR

@@ -25,9 +25,9 @@ FASTER = {"NVIDIA H200": ("MLPs", "mixtures"), "NVIDIA H100 80GB HBM3": ("MLPs",
 """Devices, and layers with which one launch was measured to be faster than separate kernels: docs/megakernel.md."""
 
 MAX_ROWS = 16384
-"""The most tokens of a sequence for which plain steps use it. The longer the sequence, the less it gains: at 8192
-tokens it was faster at all shapes; from the cost of each further token it breaks even at 13,000 for 8B and at 27,000
-for the smallest."""
+"""The most tokens of a sequence for which plain steps use it. The longer the sequence, the less it gains. At 8192
+tokens it was faster at all shapes. By the cost of each further token it breaks even at 13,000 tokens for 8B, and at
+27,000 for the smallest model."""
 
 _KERNEL = "eagle_triton.ops.one_launch"
 _HIDDEN = (1024, 2048, 3072, 4096)
@@ -184,7 +184,8 @@ def _first_rows(layer: Layer, lowest: Tensor) -> list[int]:
 
 
 def _addresses(layer: Layer) -> list[int]:
-    """Those of the norms of its inputs, of SwiGLU's, of queries and keys, and of its router; filled up with 0 to 8."""
+    """The addresses of the norms of its inputs, of SwiGLU's, of queries and keys, and of its router; 8 numbers, where 0
+    stands for what it does not have."""
     norms = [layer.input_norm, layer.post_norm, *_head_norms(layer)]
     found = [norm.weight.data_ptr() for norm in norms if norm is not None]
     router = _matrices(layer)[-1].data_ptr() if isinstance(layer.mlp, Experts) else 0

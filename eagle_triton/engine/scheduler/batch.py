@@ -35,7 +35,7 @@ class Batch(BatchSlots):
     after it was closed, or after an exception in a step (an interrupt, no memory), which leaves sequences half-way. On
     a GPU the next step is launched before the last one is read, so that the device never waits for the host. That step
     does nothing for requests that have ended. The tokens of a request depend neither on its slot nor on the other
-    requests. In 16 bits its last bits depend on how much is read or decoded at once, and on whether a
+    requests. In 16 bits the last bits of its logits depend on how much is read or decoded at once, and on whether a
     long prompt is read alone.
     """
 
@@ -64,8 +64,8 @@ class Batch(BatchSlots):
         verification: how drafts are judged, None: the engine's way.
         prompt_tokens: about how many tokens of the prompts of `enter_all` are read before each step while others
         decode.
-        judge: chooses all tokens on the host; for the first it gets a tree of one node. Then steps are not captured,
-        the requests' sampling is ignored, and a full cache raises CacheFullError.
+        judge: chooses all tokens on the host. For the first one it gets a tree of one node. With a judge, steps are not
+        captured, the requests' sampling is ignored, and a full cache raises CacheFullError.
         """
         check_range("prompt_tokens", prompt_tokens, 1)
         if slots < 1 or rows < 1:
@@ -330,7 +330,6 @@ class Batch(BatchSlots):
         return reads
 
     def _surely_ends(self, entry: RunningRequest) -> bool:
-        """Whether a request surely ends with the steps in flight."""
         return len(entry.tokens) + self.in_flight.least_tokens(entry) >= entry.request.max_new_tokens
 
     def _launch_step(self, reads: bool | None) -> None:

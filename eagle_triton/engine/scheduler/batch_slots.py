@@ -122,7 +122,6 @@ class BatchSlots:
 
     @property
     def _decoding(self) -> dict[int, RunningRequest]:
-        """The requests that decode, by slot."""
         return {entry.slot: entry for entry in self._present() if entry.decodes}
 
     @property

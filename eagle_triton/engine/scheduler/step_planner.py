@@ -54,8 +54,8 @@ class StepPlanner:
     """Chooses the steps of a batch.
 
     state: has the tree that the next step verifies, over the first `state.batch` sequences, which decide a step's cost.
-    levels: how many were scored for the tree. every_level: score all levels of adaptive trees, for any gammas of the
-    requests. spare_rows: rows free after each sequence. plain_steps: how many were launched since the draft knew all
+    levels: how many were scored for the tree. every_level: score all levels of adaptive trees, whatever the requests'
+    gammas are. spare_rows: rows free after each sequence. plain_steps: how many were launched since the draft knew all
     tokens; None while it does.
     """
 

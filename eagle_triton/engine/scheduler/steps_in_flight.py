@@ -123,8 +123,8 @@ class StepsInFlight:
         return self._of_step(sent, report, tops)
 
     def _first_token(self, begun: BegunPrompts, place: int, report: Tensor, tops: Tensor | None) -> Piece:
-        """What a request gets after its prompt was read. No token if it got that before a pause, or gets only committed
-        tokens."""
+        """What a request gets after its prompt was read. The piece has no token if the request got it before a pause,
+        or gets only committed tokens."""
         entry = begun.entries[place]
         request, (root, nan, _) = entry.request, report.tolist()
         new = [] if nan or entry.failure or entry.tokens or not request.exact else [root]

@@ -21,9 +21,9 @@ class HostChooser:
     A single row walks through its drafts as far as they equal the chosen tokens. Several rows go in step, one token at
     a time, because processors see all rows at once: their batch must draft nothing.
 
-    sequences: int [B, L], first the prompts in the form that processors see. process: logits float32 [B, V] to scores.
-    stop: which rows have ended, bool [B]. pad: for rows that have ended; None: their chosen tokens. scores, logits: of
-    each token, at first (); None: not kept.
+    sequences: int [B, L], first the prompts in the form that processors see. process: gives scores for sequences and
+    logits float32 [B, V]. stop: says which rows have ended, bool [B], for sequences and all scores so far. pad: for
+    rows that have ended; None: their chosen tokens. scores, logits: of each token, at first (); None: not kept.
     """
 
     sequences: Tensor

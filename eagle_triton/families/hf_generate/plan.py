@@ -32,7 +32,7 @@ BLIND = (*OF_TOKENS, MaxTimeCriteria, StopStringCriteria)  # stopping criteria t
 
 @contextmanager
 def _added_to(reasons: list[str]) -> Iterator[None]:
-    """Add the reasons of a `Fallback` inside the block, which it ends."""
+    """Add the reasons of a `Fallback` that ends the block."""
     try:
         yield
     except Fallback as fallback:
@@ -74,8 +74,7 @@ class Plan:
 
     The first `held_back` new tokens are no stop tokens. pad: for a row that has ended before others; None: the target's
     tokens. embeddings: read by the target instead of the prompts' first tokens, [n, H] each. logits: of each new token,
-    by row of the batch, as steps report them; None: not wanted. on_host: a HostChooser chooses the tokens; it alone
-    knows how.
+    by row of the batch, as steps report them; None: not wanted. on_host: a HostChooser must choose the tokens.
     """
 
     prompts: list[Tensor]
@@ -221,8 +220,8 @@ def _read_mask(
     """The places in each row that are not masked (None: all), the number of masked tokens that each row begins with,
     and whether there are others.
 
-    The original counts positions without masked tokens, and nothing sees them. So they may be left out if all layers
-    see all tokens. Raises `Fallback` for any other mask.
+    The original counts positions without masked tokens, and nothing sees them. So those that a row begins with may be
+    left out, and the others too if all layers see all tokens. Raises `Fallback` for any other mask.
     """
     nothing = None, [0] * len(input_ids), False
     if attention_mask is None:

@@ -124,7 +124,7 @@ def _correction(read: ModuleReader, config: BlockDrafterConfig, embedding: Tenso
 
 
 def _convs(layer: ModuleReader, config: BlockDrafterConfig) -> tuple[BlockConv, BlockConv]:
-    """The convolutions before and after a layer's attention and its MLP."""
+    """The convolutions around a layer's attention, and those around its MLP."""
     around = layer.at("attention_conv"), layer.at("mlp_conv")
     first, second = (
         BlockConv(conv.tensor("base_kernel"), conv.projection("kernel_projection"), config.conv_group)

@@ -84,7 +84,7 @@ def read_experts(
         in_float8 = read_float8_experts(experts, f"{root}.experts")
     try:
         weights = _weights(block, dtype, root, styles or {}, in_float8)
-    except (_CalledAsItIs, UnsupportedModelError) as error:  # the latter is raised for a shared expert
+    except (_CalledAsItIs, UnsupportedModelError) as error:  # UnsupportedModelError is for a shared expert
         reason = f"{root} {error}" if isinstance(error, _CalledAsItIs) else str(error)
         if ranks is not None:
             raise UnsupportedModelError(

@@ -30,7 +30,7 @@ from eagle_triton.runtime.row_formats import whole_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-SAME_BITS = 0.99  # the share of equal bits if the kind of norm is right; of another kind a third differs
+SAME_BITS = 0.99  # the least share of equal numbers with the right kind of norm; with another kind a third differ
 ELSEWHERE = (
     'load it on one, without device_map; or shard it with tp_plan="auto" under torchrun; or use vLLM or SGLang, which '
     "serve a model on several GPUs (eagle-triton export)"
@@ -169,7 +169,7 @@ class ModuleReader:
         return read_sharded_embedding(table) if is_sharded_tensor(table.weight) else embedding.weight()
 
     def _embedding(self, path: str, scaled: bool = False) -> ModuleReader:
-        """scaled: allow Gemma's kind, which scales its output; see read_embedding_scale."""
+        """A reader of an embedding. scaled: allow Gemma's kind, which scales its output; see read_embedding_scale."""
         found = self.at(path)
         kind = type(found.module)
         known = kind is nn.Embedding or (scaled and kind.__name__.endswith("TextScaledWordEmbedding"))

@@ -1,6 +1,6 @@
 """Decides how quantised projections of a target and its draft run: read by their weights, or called as modules.
 
-float8.py reads FP8 weights, four_bits.py four-bit weights. Nothing is copied.
+float8.py reads FP8 weights, four_bits.py four-bit weights. Nothing is copied, except biases in Marlin's order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_quantised_module(module: nn.Module) -> bool:
 def with_quantised(
     view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Module], activations: str = EXACT
 ) -> QuantisedReading:
-    """The read models, with quantised modules read by weights and scales. Nothing is copied.
+    """The read models, with quantised modules read by weights and scales.
 
     roots: the models that they were read from, by their names in messages. activations: "as published" calls these
     modules instead. Modules of four bits are also called if this GPU has no fast kernel for them. Raises

@@ -3,17 +3,18 @@ them.
 
 A program multiplies 64 rows of an expert's weights by a tile of eight rows of x, by tensor cores from registers. For
 one row of x it may take 32 rows of weights, so that multiprocessors have more equal shares (`_height_of`). Where
-experts have many rows of x, a tile has 16 of them (`_x_rows_of`), because converting weights takes longest. Of more
-than 16 rows in all an expert has two programs: one for its first tile, one for all others, in turn. TMA brings weights
-into a ring of slots in shared memory, where they stay in four bits. They are multiplied in parts of 256 columns. Of a
-part's rows each of four warps takes half, and of its columns 128. There a thread takes a unit of 32 columns, of four
-rows, or of two if there are 32 in all: its words are what it multiplies, if columns are taken in the order that this
-asks for, so nothing moves between threads. x is stored in this order. The sums of warps with other columns are added at
-the end, so a row's sums depend on nothing but the weights' shape.
+experts have many rows of x, a tile has 16 of them (`_x_rows_of`), because converting weights takes longest. If there
+are more than 16 rows in all, an expert has two programs: one for its first tile, one for all other tiles in turn.
 
-MXFP4: a number's four bits become a bf16 number that is 2**126 times smaller. The same multiplication makes up for this
-and applies the scale, but leaves weights 2**32 times smaller, because bf16 has no larger factor. So weights from 2**33
-on give NaN.
+TMA brings weights into a ring of slots in shared memory, where they stay in four bits. They are multiplied in parts of
+256 columns. Each of four warps takes half of a part's rows and half of its columns. A thread takes 32 columns (a unit)
+of four rows, or of two if the program has 32 rows. It multiplies the words that it loaded, so nothing moves between
+threads. This changes the order of the columns, and x is stored in the same order. Sums of warps with different columns
+are added at the end, so a row's sums depend on nothing but the weights' shape.
+
+MXFP4: a number's four bits become a bf16 number that is 2**126 times smaller. One multiplication makes up for this and
+applies the scale, but leaves weights 2**32 times smaller, because bf16 has no larger factor. So weights from 2**33 on
+give NaN.
 
 Integers: the four bits of n become 128 + n in bf16. A subtraction, which is exact, leaves n less its zero, and a
 multiplication, which rounds once, applies the scale.
@@ -52,8 +53,8 @@ from eagle_triton.runtime.overlap import overlapped_on_hopper
 FourBits = Mxfp4Weight | FourBitExpertWeight
 ROWS = gl.constexpr(8)  # of x that the tensor cores multiply at a time
 HEIGHT = 64  # rows of an expert's weights, or half of them
-_FEW, _PROGRAMS_OF_MANY = 16, 2  # of more than _FEW rows an expert has mostly less than 8, and most tiles are empty
-# At most, by rows of a tile of x, without zeros and with them: fewer let more programs share a multiprocessor.
+_FEW, _PROGRAMS_OF_MANY = 16, 2  # of more than _FEW rows most experts get fewer than 8, so most tiles would be empty
+# A thread's most registers by the rows of a tile of x, without and with zeros: with fewer, more programs run at once.
 _REGISTERS = {1: (None, None), 8: (96, 128), 16: (128, 168)}
 _SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
 _WARPS = gl.constexpr(4)
@@ -61,16 +62,16 @@ _UNIT = gl.constexpr(GROUP)  # columns of a row that a thread multiplies at a ti
 _SMALLER = gl.constexpr(32)  # weights are made 2**32 times smaller
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _BF16 = gl.constexpr(gl.bfloat16)
-# Of tensors of weights and sums [2, 2, 8 rows, 4 units, 4 words]: a thread has all words of a unit. The first axis is
-# of the warps with other columns, the second of those with other rows.
+# The layout of weights and sums [2, 2, 8 rows, 4 units, 4 words]. A thread has all words of a unit. Along the first
+# axis warps have different columns, along the second different rows.
 _WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [2, 2, 1, 1, 1], [4, 3, 2, 1, 0]))
 _POWERS = gl.constexpr(gl.SliceLayout(4, _WEIGHTS.value))  # one for all words of a unit
-_WHOLE = gl.constexpr(gl.SliceLayout(0, _WEIGHTS.value))  # of sums of all columns
+_WHOLE = gl.constexpr(gl.SliceLayout(0, _WEIGHTS.value))  # the layout of sums over all columns
 
 
 def _from_mxfp4() -> str:
-    """PTX that makes bf16 numbers of four words, $16 to $19, times the pair in $20. The numbers i and i + 4 of a word
-    are a pair: pairs 0 of all words in $0 to $3, then the other pairs."""
+    """PTX that makes bf16 numbers of the four words $16 to $19, and multiplies them by the pair in $20. Numbers i and
+    i + 4 of a word are a pair. Pairs 0 of all words are in $0 to $3, and the other pairs follow."""
     lines = [".reg .b32 t, u;"]
     for word in range(4):
         lines.append(f"shr.u32 u, ${16 + word}, 8;")
@@ -84,7 +85,7 @@ def _from_mxfp4() -> str:
 
 
 def _from_integers(zero: str) -> str:
-    """The same for integers. zero: a register with a pair of zeros, 128 more."""
+    """The same for integers. zero: the operand with a pair of zeros, each as the bf16 number that is 128 larger."""
     lines = [".reg .b32 t, z;", f"mov.b32 z, {zero};"]
     for word in range(4):
         for pair in range(4):
@@ -107,7 +108,7 @@ def _multiplication() -> str:
     return "\n".join(lines)
 
 
-# Arguments of the functions that insert them, because otherwise Triton's cache would not see that they have changed.
+# The functions that insert these texts get them as arguments, because otherwise Triton's cache would miss a change.
 _MXFP4, _MULTIPLICATION = gl.constexpr(_from_mxfp4()), gl.constexpr(_multiplication())
 _SYMMETRIC = gl.constexpr(_from_integers(f"{0x43004300 + MIDDLE * 0x10001}"))
 _WITH_ZEROS = gl.constexpr(_from_integers("$24"))
@@ -135,20 +136,20 @@ def _multiply_add(first, second, x, sums, multiplication, _semantic=None):
 
 @gluon.constexpr_function
 def _parts_in_slot(X_ROWS):
-    """Each has 256 columns. With two, the few programs of one row of x wait less often. With one, more programs of
-    several rows share a multiprocessor."""
+    """How many parts of 256 columns a slot holds. With two, the few programs of one row of x wait less often. With one,
+    more programs of several rows share a multiprocessor."""
     return 2 if X_ROWS == 1 else 1
 
 
 @gluon.constexpr_function
 def _eights(X_ROWS):
-    """How often the tensor cores multiply a part of weights by a tile of x."""
+    """How often the tensor cores multiply a part of weights: once for each eight rows of a tile of x."""
     return (X_ROWS + 7) // 8
 
 
 class _Part(NamedTuple):
-    """Rows of weights that are multiplied at a time, and their kind: "interleaved" or "halves" of gate and up, which
-    are first and second, or "down"."""
+    """How many rows of weights are multiplied at a time, and their kind: "down", or gate and up, "interleaved" or in
+    "halves". There a gate is a first row, and its up the second."""
 
     kind: str
     height: int
@@ -156,15 +157,16 @@ class _Part(NamedTuple):
 
 @gluon.constexpr_function
 def _tiles_in(PART):
-    """The tiles of the tensor cores in which a thread has rows."""
+    """In how many tiles of the tensor cores a thread has rows."""
     _, height = PART  # a constexpr_function gets no names
     return height // 32
 
 
 @gluon.constexpr_function
 def _bits(PART):
-    """Which bits of a row's number in a part are its place among a tensor's eight rows (three, from the last on), first
-    or second, the second axis, and the tile if there are two. So eight lanes read all banks of shared memory."""
+    """Which bits of a row's number in a part give its place among a tensor's eight rows (three bits, the lowest first),
+    whether it is a first or a second row, its place on the second axis, and its tile if there are two. They are chosen
+    so that eight lanes read all banks of shared memory."""
     kind, _ = PART
     rows, second, half, tile = {
         "interleaved": ((2, 1, 3), 0, 5, 4),
@@ -178,8 +180,8 @@ def _bits(PART):
 
 @gluon.constexpr_function
 def _part_layout(PART, width):
-    """Of a part of weights [rows, 32], where a thread has four words of each of its rows, or of their scales [rows,
-    8]."""
+    """The layout of a part's words [rows, 32], where a thread has four of each of its rows, or of its scales
+    [rows, 8]."""
     _, height = PART
     rows, second, half, tiles = _bits(PART)
     words = [[0, 1], [0, 2]] if width == 32 else []
@@ -190,7 +192,8 @@ def _part_layout(PART, width):
 
 @gluon.constexpr_function
 def _part_axes(PART, *words):
-    """A part as the bits of its rows and [2, 4, *words]; in the order of _WEIGHTS, then tile and second; and so."""
+    """How a part is separated into a thread's rows: its shape with an axis for each bit of a row's number, then
+    [2, 4, *words]; the order of axes that gives those of _WEIGHTS, then tile and second; and the shape that results."""
     rows, second, half, tiles = _bits(PART)
     count = 4 + 1 + len(tiles)
     of_rows = (count - 1 - bit for bit in reversed(rows))
@@ -201,7 +204,7 @@ def _part_axes(PART, *words):
 
 @gluon.constexpr_function
 def _layout_of_x(X_ROWS):
-    """Of a part of x [X_ROWS, 128 words]: a thread has 16 words of a row."""
+    """The layout of a part of x [X_ROWS, 128 words], where a thread has 16 words of a row."""
     lanes = [[0, 16], [0, 32], *([row % X_ROWS, 0] for row in (1, 2, 4))]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8]], lanes, [[0, 0], [0, 64]], [], [X_ROWS, 128])
 
@@ -240,8 +243,8 @@ class _Weight(NamedTuple):
 
 @gluon.jit
 def _tiles_of(word, X_ROWS: gl.constexpr):
-    """The first of a program's tiles of rows, and the end of them. word: of the expert's rows. The last program of an
-    expert takes all tiles that are left."""
+    """The first of a program's tiles of rows, and the end of them. word: a bit for each of the expert's rows. The last
+    program of an expert takes all tiles that are left."""
     count = gl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [word], gl.int32, is_pure=True, pack=1)
     tile, tiles = gl.program_id(0), (count + X_ROWS - 1) // X_ROWS
     return tile, gl.where(tile + 1 == gl.num_programs(0), tiles, gl.minimum(tile + 1, tiles))
@@ -269,7 +272,7 @@ def _rows_of(word, tile, X_ROWS: gl.constexpr):
 
 @gluon.jit
 def _places_of(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.constexpr, X_ROWS: gl.constexpr):
-    """As which of their experts rows [8 or 16] chose this one."""
+    """For each of these rows [8 or 16], the place of this expert among those that the row chose."""
     if X_ROWS == 1:
         found = row
         for j in gl.static_range(CHOSEN):
@@ -293,7 +296,7 @@ def _searched_places(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.cons
 
 @gluon.jit
 def _row_of(number, first, rows, PART: gl.constexpr):
-    """The row, of an expert's, for a row's number in a part."""
+    """Which of an expert's rows has this number in a part."""
     if PART.kind == "interleaved":
         row = 2 * first + number
     elif PART.kind == "halves":
@@ -438,7 +441,7 @@ def _load_scales(scales, part, GROUP: gl.constexpr, ZEROS: gl.constexpr):
 
 @gluon.jit
 def _by_row(part, WORDS: gl.constexpr, PART: gl.constexpr):
-    """A part, of words or with one number for all words of a unit, as a tensor for each row of a thread."""
+    """A part as one tensor for each row of a thread. It has words, or one number for all words of a unit."""
     axes: gl.constexpr = _part_axes(PART, *WORDS)
     part = part.reshape(axes.value[0]).permute(axes.value[1]).reshape(axes.value[2])
     firsts, seconds = part.split()
@@ -485,14 +488,14 @@ def _converted_row(words, factors, row: gl.constexpr, CONVERSION: gl.constexpr):
 
 @gluon.jit
 def _pair_of_x(pairs):
-    """[rows, 2, 4 units, 4 words] as a tensor of weights."""
+    """[rows, 2, 4 units, 4 words] in the shape and layout of weights."""
     found = gl.convert_layout(pairs.permute((1, 0, 2, 3)), gl.SliceLayout(1, _WEIGHTS), assert_trivial=True)
     return gl.expand_dims(found, 1).broadcast_to((2, 2, ROWS, 4, 4))
 
 
 @gluon.jit
 def _x_of(tile):
-    """What belongs to the words of each thread: pairs 0, 1, 2 and 3 of the numbers in order."""
+    """The numbers of x that each thread multiplies by its words, as their pairs 0, 1, 2 and 3."""
     X_ROWS: gl.constexpr = tile.shape[0]
     even, odd = tile.load(_layout_of_x(X_ROWS)).reshape((X_ROWS, 2, 4, 4, 2, 2)).split()
     first, third = even.split()
@@ -502,7 +505,7 @@ def _x_of(tile):
 
 @gluon.jit
 def _steps_of(depth, X_ROWS: gl.constexpr):
-    """The steps of a row of weights."""
+    """How many steps a row of weights takes."""
     return gl.cdiv(depth, 256 * _parts_in_slot(X_ROWS))
 
 
@@ -520,9 +523,9 @@ def _sums(
     X_ROWS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """For each tile of weights a sum [2, 8, 4, 4] for each eight rows of x: in each thread two rows of weights times
-    the rows 2 t and 2 t + 1 of x, of which it is the t-th of four. before: the program's steps before these ones.
-    x_rows, left: see _rows_of. The first weights are on their way."""
+    """Sums [2, 8, 4, 4], one for each tile of weights and each eight rows of x. The t-th of four threads has two rows
+    of weights times rows 2 t and 2 t + 1 of x. before: how many steps the program has made before these. x_rows, left:
+    see _rows_of. The loads of the first weights must have been started."""
     INTEGERS: gl.constexpr = weight.scales.dtype.element_ty != gl.uint8
     ZEROS: gl.constexpr = weight.zeros is not None
     CONVERSION: gl.constexpr = (_WITH_ZEROS if ZEROS else _SYMMETRIC) if INTEGERS else _MXFP4
@@ -641,8 +644,8 @@ def swiglu_kernel(
     MANY: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns, slots): inner columns of an expert, half the number of rows in a part.
-    MANY: see _tiles_of. See experts_swiglu."""
+    """Grid (tiles of rows, tiles of columns, slots): a program makes inner columns of an expert, half as many as a part
+    has rows. MANY: a program may take several tiles of rows (_tiles_of). See experts_swiglu."""
     ring, slot = _ring(desc, PART, X_ROWS), gl.program_id(2)
     gdc_wait()
     expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
@@ -717,7 +720,7 @@ def _store_swiglu(
     CLAMPED: gl.constexpr,
     BIASED: gl.constexpr,
 ):
-    """Store a tile's columns. of_gates, of_ups: biases. pair [8]: of a row of x and one of its experts."""
+    """Store a tile's columns. of_gates, of_ups: biases. pair [8]: the output's row for a row of x and this expert."""
     gates, ups = _by_rows(sums)
     layout: gl.constexpr = gates.type.layout
     column = _rows_of_sums(j, 0, first, 2 * size, layout, PART)
@@ -751,8 +754,8 @@ def down_kernel(
     MANY: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns, slots): columns of an expert's outputs. MANY: see _tiles_of. See
-    experts_down."""
+    """Grid (tiles of rows, tiles of columns, slots): a program makes columns of an expert's outputs. MANY: see
+    swiglu_kernel. See experts_down."""
     ring, slot = _ring(desc, PART, X_ROWS), gl.program_id(2)
     gdc_wait()
     expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
@@ -837,7 +840,7 @@ def _store_down(
 
 
 def takes(x: Tensor, weight: FourBits) -> bool:
-    """Whether these kernels multiply rows x [n, K], contiguous each, by such a weight."""
+    """Whether these kernels multiply x [n, K], where each row is contiguous, by such a weight."""
     words = weight.bytes
     places = x.data_ptr(), x.stride(0) * x.itemsize, words.data_ptr(), words.stride(1)
     return (
@@ -860,7 +863,7 @@ def experts_swiglu(
     interleaved: bool,
     clamp: tuple[float, float] | None,
 ) -> None:
-    """products.experts_swiglu into `out` [n, k, I], which has checked the arguments. routes: its view of them."""
+    """products.experts_swiglu, which has checked the arguments, into `out` [n, k, I]. routes: its _RoutesParts."""
     rows, chosen, _ = out.shape
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
     part = _Part("interleaved" if interleaved else "halves", _height_of(rows, chosen, weight))
@@ -890,8 +893,8 @@ def experts_down(
 
 
 def _height_of(rows: int, chosen: int, weight: FourBits) -> int:
-    """How many rows of weights a program multiplies. Half of HEIGHT, if so the multiprocessor with the most rows has
-    less: one row of x has the same programs in every step."""
+    """How many rows of weights a program multiplies: for one row of x, half of HEIGHT if the multiprocessor with the
+    most rows then has fewer. (One row of x has equally many programs in every step.)"""
 
     def most(height: int) -> int:
         programs = chosen * triton.cdiv(weight.shape[1], height)
@@ -902,8 +905,8 @@ def _height_of(rows: int, chosen: int, weight: FourBits) -> int:
 
 
 def _x_rows_of(rows: int, chosen: int, experts: int) -> int:
-    """How many rows of x a tile has: those that the tensor cores multiply at a time. Twice this number, if experts have
-    at least this number on average: then weights are converted once for both halves."""
+    """How many rows of x a tile has: 1 of one row, otherwise the 8 that the tensor cores multiply at a time. It has 16
+    if experts have at least 8 on average: then weights are converted once for both halves."""
     if rows == 1:
         return 1
     return 2 * ROWS.value if rows * chosen >= ROWS.value * experts else ROWS.value
@@ -918,7 +921,7 @@ def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[Tens
 
 
 def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits, height: int, *arguments: object) -> None:
-    """Launch for `height` rows of weights a program. arguments: without the last four, which are the same for both."""
+    """Launch with `height` rows of weights in a program. arguments: all but the last four, which both kernels share."""
     (slots,), chosen = routes.hit.shape, routes.experts.shape[1]
     many, x_rows = rows > _FEW, _x_rows_of(rows, chosen, weight.shape[0])
     programs = _PROGRAMS_OF_MANY if many else triton.cdiv(rows, x_rows)

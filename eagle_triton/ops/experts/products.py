@@ -34,9 +34,9 @@ class Settings(NamedTuple):
     warps: int = 4
 
 
-# One H200, Triton 3.6, bf16, one row (tools/tune_experts.py): (columns of an expert, depth); for gate and up, those of
-# one of them. The figures are us for a layer's mixture with its router: with these settings for one product, then with
-# the rule for other shapes. gpt-oss-20b takes 56.9 by the rule, 55.6 at best.
+# Measured on one H200, Triton 3.6, bf16, one row (tools/tune_experts.py). Keys are an expert's columns and depth; gate
+# and up count as one. The figures are µs of a layer's mixture with its router: with these settings for this product,
+# then with the rule for other shapes. gpt-oss-20b takes 56.9 by the rule, 55.6 at best.
 _MEASURED = {
     (768, 2048): Settings(32, 128),  # Qwen3-30B-A3B 28.4; 29.4
     (2048, 768): Settings(64, 128, 3),  # 29.6; 29.7
@@ -51,8 +51,8 @@ FOUR_BITS = (Mxfp4Weight, FourBitExpertWeight)
 def settings_of(
     dtype: torch.dtype, columns: int, depth: int, chosen: int, kind: type = Tensor, both: bool = False
 ) -> Settings:
-    """For products [columns, depth] of `chosen` experts per row; both: of gate and up; kind: of weight. Unmeasured
-    settings fit any device."""
+    """The settings of products [columns, depth] of `chosen` experts per row. both: of gate and up. kind: the weight's
+    type. Unmeasured settings fit any device."""
     stages = 4 if dtype.itemsize <= 2 else 2
     # Depth and height must fit _in_tensor_cores_order.
     if kind in FOUR_BITS and not both and stages > 2:
@@ -73,8 +73,8 @@ _MIDDLE = tl.constexpr(MIDDLE)
 
 
 class _Slot(NamedTuple):
-    """16 rows of one expert. there: whether each exists; left: rows from these on. place: the expert's number among the
-    experts of a row, for rows that exist."""
+    """16 rows of one expert. there: whether each exists. left: how many rows there are from these on. place: the
+    expert's place among those that a row chose, for rows that exist."""
 
     expert: int
     left: int
@@ -118,10 +118,10 @@ def _multiply(
 ):
     """[BLOCK_N, rows]: the expert's weights in these columns times rows of x, in fp32.
 
-    columns: their numbers, and whether each exists; loaded: the same in the order of _loaded_rows. scales: of weights
-    in four bits, which are then bytes, for each GROUP columns of a row (MXFP4: bytes; integers: floats, perhaps with
-    zeros), or in FP8 with GROUP 0; None: plain weights. Scales of FP8 multiply the sums of a block, so weights are not
-    rounded."""
+    columns: their numbers, and whether each exists. loaded: the same in the order of _loaded_rows. scales: None for
+    plain weights. Weights in four bits are bytes, with a scale for each GROUP columns of a row: in MXFP4 a byte, for
+    integers a float, perhaps with a zero. With GROUP 0 they are in FP8: then scales multiply the sums of a block, so
+    weights are not rounded."""
     FP8: tl.constexpr = scales is not None and GROUP == 0
     PARTS: tl.constexpr = 1 if scales is None else 4 if FP8 else 8  # numbers in a word
     column, real = loaded

@@ -19,7 +19,7 @@ ROW_TILE = 16  # rows of one product: the tensor cores' minimum, for any number 
 _EXPERTS = 16  # of one program's logits
 _DEPTH = 256  # columns of one split, for any number of rows, so that a row's bits do not change
 _ROWS = 4  # of one choosing program: one per warp, where a maximum needs no shared memory
-_PLACES = 128  # for experts in a row of the tile of choice: as many as a warp loads at once
+_PLACES = 128  # experts in a row of the tile in which experts are chosen: as many as a warp loads at once
 _BLOCK_ROWS, _PADDED_ROWS, _MOST_BLOCKS = tl.constexpr(_ROWS), tl.constexpr(ROW_TILE), tl.constexpr(MAX_ROWS // _ROWS)
 _LEAST = tl.constexpr(-(2**31))  # the sort key of an expert that cannot be chosen
 
@@ -157,9 +157,10 @@ def _lowest(index, found, axis: tl.constexpr):
 
 @triton.jit
 def _best(order, score, expert, there, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The first experts of each row in `order`, [rows, BLOCK_J]; their scores; and which places exist.
+    """The best experts of each row by `order`, [rows, BLOCK_J]; their scores; and which experts these are, in the shape
+    of `order`.
 
-    Keys are integers, and so are the bits of scores, because a warp's sum or maximum of integers is one instruction."""
+    Keys and scores are treated as integers, because a warp finds a sum or maximum of integers in one instruction."""
     number = tl.arange(0, BLOCK_J)[None, :]
     key, bits = tl.where(there, _sort_key(order), _LEAST), score.to(tl.int32, bitcast=True)
     chosen = tl.zeros((order.shape[1], BLOCK_J), tl.int32)
@@ -201,7 +202,7 @@ def _weights_of(value, score, taken, real, SCORE: tl.constexpr, RENORMALISED: tl
 
 @triton.jit
 def _join_words(words, expert, real, scratch, block, blocks, experts):
-    """Returns (the words with the rows of all blocks, True) to the last block of rows to arrive."""
+    """To the last block of rows that arrives: (the words with the rows of all blocks, True)."""
     last = blocks == 1
     if blocks > 1:
         tl.store(scratch.words + block * experts + expert, words, mask=real)
@@ -216,7 +217,7 @@ def _join_words(words, expert, real, scratch, block, blocks, experts):
 
 @triton.jit
 def _list_hit_experts(words, expert, routes, slots):
-    """Write the experts that have rows, and their words."""
+    """Write the experts that have rows, and their words; 0 in unused slots."""
     hit, place = (words != 0).to(tl.int32), tl.arange(0, words.shape[0])
     slot = tl.cumsum(hit, 0) - hit
     tl.store(routes.hit + slot, expert, mask=hit != 0)

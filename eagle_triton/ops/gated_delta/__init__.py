@@ -26,7 +26,7 @@ the sum of g along a path. The full formulas are in reference/gated_delta.py.
 | ancestors | [B, n, 1] int64          | bit j of row i: node j is i or an ancestor of i                       |
 | gates     | [B, n, 2, HV] fp32       | g and beta of each node                                               |
 
-Inputs have any strides but a contiguous last dimension, a and b any at all. On GPUs a tree takes 16 or 64 rows.
+Inputs have any strides but a contiguous last dimension, a and b any at all. On GPUs a tree is padded to 16 or 64 nodes.
 
 Numerics: fp32 throughout, rounded where the references round. Tensor cores multiply bf16 parts that add up to fp32, and
 never by wgmma (`dots.py`). Trees and chunks are solved by forward substitution, in levels or in parts of 16 rows, so

@@ -54,7 +54,6 @@ class LayerGates(NamedTuple):
 
 @triton.jit
 def rows_of(x, layer, batch):
-    """The rows of one sequence in one layer."""
     return Matrix(x.ptr + (layer * x.layer + batch * x.batch), x.row, 1)
 
 

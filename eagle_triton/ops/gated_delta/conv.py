@@ -44,9 +44,9 @@ class Convolution(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The tokens before a row's, and the tokens that its window takes in."""
+    """Where the tokens before a row's are, and which tokens its window takes in."""
 
-    tokens: int
+    tokens: int  # of each row of the batch
     new: int  # tokens for the window, some of them in `last` further pieces
     last: int
     known: bool  # False: the window counts as zeros
@@ -180,7 +180,7 @@ def _causal_conv_kernel(
     SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of nodes, blocks of q's, k's and v's channels, B)."""
+    """Grid (blocks of nodes, blocks of q's, k's and v's channels, B): a program is a `conv_block`."""
     await_inputs(PDL)
     block, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     KEYS: tl.constexpr = SHAPE.KEYS

@@ -12,10 +12,10 @@ _PIECES = tl.constexpr(MAX_PIECES)
 
 @triton.jit
 def sequence_of(piece, slots_ptr, starts_ptr, counts_ptr, pieces):
-    """A piece's slot, the number of its sequence's pieces from here on, whether the slot has a memory of earlier
-    tokens, and whether the previous piece belongs to the same sequence.
+    """A piece's slot, the number of its sequence's pieces, whether the slot has a memory of earlier tokens, and whether
+    the piece continues an earlier one of the same sequence.
 
-    Only a sequence's first piece has a number above 0: its program takes all pieces.
+    The number is above 0, and the memory counts, only for a sequence's first piece: its program takes all pieces.
     """
     place = tl.arange(0, _PIECES)
     slot = tl.load(slots_ptr + piece)

@@ -44,7 +44,7 @@ class Nodes(NamedTuple):
 
 @triton.jit
 def load_rows(x, rows, row_ok, first, size, BLOCK: tl.constexpr):
-    """[N, BLOCK]: elements first .. first + size of rows [N], int64, of a matrix."""
+    """[N, BLOCK]: the `size` elements from `first` on in rows [N], int64, of a matrix; then 0."""
     column = tl.arange(0, BLOCK)
     ok = row_ok[:, None] & (column < size)[None, :]
     return tl.load(x.ptr + rows[:, None] * x.row + (first + column)[None, :], mask=ok, other=0.0)

@@ -16,7 +16,7 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 @triton.jit
 def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr, GELU_TANH: tl.constexpr):
-    """Grid (blocks of a row, rows)."""
+    """Grid (blocks of a row, rows): a program computes one block."""
     row = tl.program_id(1).to(tl.int64)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
@@ -29,7 +29,7 @@ def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr, GELU_TANH: tl.c
 
 @triton.jit
 def _gate_heads_kernel(x, gate, out_ptr, row_size, dim: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Grid (blocks of a node's heads, n, B); `row_size` elements are all heads of a node."""
+    """Grid (blocks of a node's heads, n, B): a program gates one block. row_size: elements of all heads of a node."""
     await_inputs(PDL)
     node, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -117,8 +117,8 @@ def norm_row_by(
     WORD_ORDER: tl.constexpr = False,
     own_weight=None,
 ):
-    """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None. WORD_ORDER: of the stored columns. own_weight: of x's
-    own norm, before the residual is added."""
+    """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None. WORD_ORDER: store columns in the order of WordOrdered.
+    own_weight: the weight of x's own norm, before the residual is added."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
     kind: tl.constexpr = out_ptr.dtype.element_ty
@@ -178,10 +178,11 @@ def _rms_norm_kernel(
     WEIGHTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows,): one program per row: row `row` of x, or its token's row. Also stores the row's pair, if given room.
-    WORD_ORDER: of the columns of `out`.
+    """Grid (rows,): a program norms one row of x, or with tokens the row of its token, and stores its pair if `pair` is
+    given.
 
-    If WEIGHTS is above 1, `weight_ptr` is a tuple of WEIGHTS weights, which rows take in turn."""
+    WORD_ORDER: store columns in the order of WordOrdered. If WEIGHTS is above 1, `weight_ptr` is a tuple of WEIGHTS
+    weights, which rows take in turn."""
     let_next_start(PDL)
     weight = None
     if WEIGHTS > 1:

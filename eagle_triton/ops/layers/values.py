@@ -1,4 +1,4 @@
-"""Shared by these kernels and launchers."""
+"""What the kernels and launchers of this folder share."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def _linear_swiglu_kernel(
     EVEN_K: tl.constexpr,
     GELU_TANH: tl.constexpr,
 ):
-    """Grid (column tiles, row tiles)."""
+    """Grid (column tiles, row tiles): a program makes one tile of `out`."""
     swiglu_tile(
         tl.program_id(1) * BLOCK_M,
         tl.program_id(0) * BLOCK_N,

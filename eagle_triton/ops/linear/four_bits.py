@@ -2,7 +2,7 @@
 
 Every product multiplies by the same numbers, whatever its rows: (number - zero) * scale, or table[number] * scale, is
 computed in fp32 and rounded to x's dtype, and the sums are in fp32. On Hopper `hopper_four_bits.py` takes up to
-MAX_ORDERED_ROWS rows. Other products are of this file's kernel, which makes a tile of the weight on its way to the
+MAX_ORDERED_ROWS rows. This file's kernel makes other products: it converts a tile of the weight on its way to the
 tensor cores. Above MAX_STREAMED rows of 16 bits cuBLAS multiplies temporary copies of some rows of the weight at a
 time. `dispatch.py` takes the calls.
 
@@ -101,7 +101,7 @@ def _weight_tile(
 ):
     """[N, BLOCK_K] of a weight (Packed) for rows n [N] int32, from column k on, rounded to KIND once.
 
-    Rows from `cols` on and columns from `depth` on are finite. ONE_GROUP: the tile's columns are of one group.
+    Rows from `cols` on and columns from `depth` on are finite. ONE_GROUP: the tile's columns belong to one group.
     Everything is [N, C] for C words of a row until their numbers are joined, so that a thread keeps what it has loaded.
     """
     ROWS: tl.constexpr = n.shape[0]

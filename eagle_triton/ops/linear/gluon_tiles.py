@@ -88,7 +88,7 @@ def give_back(read, step):
 
 @gluon.jit
 def ready(barriers, SLOTS: gl.constexpr):
-    """Initialise rows of up to SLOTS barriers, slot by slot: Triton puts its own barrier between two of one row."""
+    """Initialise arrays of up to SLOTS barriers, slot by slot: Triton puts its own barrier between two of one array."""
     for slot in gl.static_range(SLOTS):
         for i in gl.static_range(len(barriers)):
             if slot < barriers[i].shape[0]:

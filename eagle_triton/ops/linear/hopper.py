@@ -93,7 +93,7 @@ _MANY_ROWS = {
     (128, (4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 3, 8),  # draft qkv, 80 rows 33.9; 48.2
     (128, (4096,), 14336): Streaming(128, 64, 4, False, 4, 4, 8),  # down, 80 rows 37.8; 40.4
 }
-# Target of shared memory for unmeasured shapes: for one program per multiprocessor, and for each of two.
+# Shared memory that a program of an unmeasured shape may take: alone on a multiprocessor, and as one of two.
 _ALONE, _SHARED = 176 * 1024, 113 * 1024
 _LONG = 2048  # splits with this many columns have tiles 256 wide where x has up to 16 rows
 _FEW = 32  # up to this many rows the weights are the left operand

@@ -3,14 +3,15 @@
     linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
     swiglu_kernel:  out = act(x @ gate.T) * (x @ up.T)
 
-The weights are the left operand, in registers. A word of eight numbers lies along a row, and a thread turns it into
-four registers by masks alone, if it takes columns c, c + 4 as a pair. So x comes with its columns in the order of words
-(runtime/row_formats.py), in which the kernels that make x write it. A word of Marlin's lies as the tensor cores want it
-of a thread, and x comes with its columns in order: see _take_words. One warp loads words and x through TMA, as far
-ahead as a ring of slots goes, words before x is ready. Two groups of warps multiply, each 64 rows of the weights. A
-number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds once. A group's zero
-is kept beside its scale, in one word; a number of a table is asked for from the lane that holds it. While the tensor
-cores multiply 64 columns, the next are converted.
+The weights are the left operand, in registers. A word has eight neighbouring numbers of a row. A thread turns it into
+four registers by masks alone, if columns c and c + 4 are a pair. So x comes with its columns in the order of words
+(runtime/row_formats.py), in which the kernels that make x write it. Marlin's words have the numbers that a thread of
+the tensor cores needs, and x comes with its columns in order: see _take_words.
+
+One warp loads words and x through TMA, as far ahead as a ring of slots goes. It loads words before x is ready. Two
+groups of warps multiply, each 64 rows of the weights. A number becomes 16 bits. Subtracting its zero is exact, and
+multiplying by its group's scale rounds once. A group's scale and zero are kept in one word. A number of a table is
+fetched from the lane that holds it. While the tensor cores multiply 64 columns, the next are converted.
 Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 
 | name         | shape                        | dtype, layout                                |
@@ -72,10 +73,10 @@ from eagle_triton.runtime.gpu import compute_capability
 from eagle_triton.runtime.overlap import overlapped_on_hopper
 from eagle_triton.runtime.row_formats import MAX_ORDERED_ROWS, WordOrdered
 
-FEW_ROWS = 64  # of these the bits of a row do not depend on the others
+FEW_ROWS = 64  # up to this many, a row's bits do not depend on the other rows
 BLOCK_N = 128  # rows of weights of a program: two groups of warps multiply 64 each
 _SHARED_MEMORY = 225 * 1024  # of a multiprocessor
-_MAX_SCALES = 150 * 1024  # bytes that a program keeps: beside more there is no room for two steps
+_MAX_SCALES = 150 * 1024  # bytes of scales that a program keeps: with more there is no room for two steps
 _MAX_SCALES_OF_MANY = 64 * 1024  # the same for more than FEW_ROWS rows
 _ROWS_OF_A_LOAD = 32  # a taller tile of x comes in loads of this height: those past the last row load other rows
 _UNIT = gl.constexpr(64)  # columns that are converted at a time
@@ -87,17 +88,17 @@ MARLIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, 
 _IN_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # scales of groups and rows, and Marlin's words
 _NESTED_BLOCK = gl.constexpr(256)  # scales that share a scale
 _A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one group's scales
-_MAGIC_BF16, _MAGIC_FP16 = gl.constexpr(0x4300), gl.constexpr(0x6400)  # 128 and 1024: their last bits count ones
+_MAGIC_BF16, _MAGIC_FP16 = gl.constexpr(0x4300), gl.constexpr(0x6400)  # 128 and 1024, where the last bit is worth 1
 
 
 def _conversion(magic: gl.constexpr, dtype: str, with_zeros: bool, marlin: bool = False) -> gl.constexpr:
     """PTX that converts two words ($8, $9) to four pairs for each, $0 to $3 and $4 to $7, with the scales of two rows
-    ($10, $11). Each word is of one of them. marlin: the first two pairs of a word are of the first row, the others of
-    the second.
+    ($10, $11). Each word belongs to one row. marlin: the first two pairs of a word belong to the first row, the others
+    to the second.
 
-    With the bits of `magic` above it, a number of four bits is one of 16 bits, magic + number. Then magic + zero is
-    taken away. with_zeros: magic + zero is the high half of $10 and $11, and the scale the low one; else they are a
-    pair of the same scale, and all zeros are 8.
+    With the bits of `magic` above it, a number of four bits is the 16-bit number magic + number. Then magic + zero is
+    subtracted. with_zeros: the high half of $10 and $11 is magic + zero, and the low half the scale. Otherwise both
+    halves are the scale, and all zeros are 8.
     """
     pairs = magic.value * 0x10001
     lines = [".reg .b32 t, v, z;"]
@@ -120,9 +121,9 @@ def _conversion(magic: gl.constexpr, dtype: str, with_zeros: bool, marlin: bool 
 
 
 def _lookup(pack: str) -> gl.constexpr:
-    """The same for numbers of a table, with scales in fp32. Each lane of a half warp holds one number, its own ($12): a
-    number is asked for from its lane, multiplied in fp32, and rounded once. Bytes hold their first number in the high
-    half, so columns i and i + 4 of a word are its numbers i ^ 1 and (i ^ 1) + 4."""
+    """The same for numbers of a table, with scales in fp32. Each lane of a half warp holds one number of the table
+    ($12). A number is fetched from its lane, multiplied in fp32, and rounded once. Bytes hold their first number in the
+    high half, so columns i and i + 4 of a word are its numbers i ^ 1 and (i ^ 1) + 4."""
     lines = [".reg .b32 t;", ".reg .f32 low, high;", ".reg .f32 v;"]
     for half in range(2):
         for i in range(4):
@@ -151,7 +152,7 @@ _in_word_order = gluon.jit(in_word_order.fn)
 
 class FourBitColumns(NamedTuple):
     """The columns of a weight's product, its scales and zeros with their strides, its table, and of nested scales their
-    code, their own scales and their offset. What a weight does not have is its scales again.
+    code, their own scales and their offset. Fields for what a weight does not have hold its scales.
 
     A flat tuple: with Triton 3.6 a constant in a tuple of a tuple is lost on its way to the other warps.
     """
@@ -173,9 +174,9 @@ class FourBitColumns(NamedTuple):
 def _converted(words, scale, table, KIND: gl.constexpr, MARLIN: gl.constexpr, MMA: gl.constexpr):
     """Words [N, 8] with scales [N, 1] or [N, 8], as the left operand [N, 64] of a product with this layout.
 
-    Registers hold the words of two rows, one eight below the other, in turn. A converted pair fills a register. So the
-    PTX's two words are a pair, and what it gives for either word are tensors of their own. MARLIN: see _take_words.
-    table: see _own_number; it is read where scales are fp32.
+    A thread's registers hold words of two rows in turn, the second eight rows below the first. A converted pair of
+    numbers fills a register. So the PTX takes two words at a time, and its results for each are separate tensors.
+    MARLIN: see _take_words. table: see _own_number. It is read where scales are fp32.
     """
     HEIGHT: gl.constexpr = words.shape[0]
     BY_TABLE: gl.constexpr = scale.dtype == gl.float32
@@ -210,8 +211,8 @@ def _converted(words, scale, table, KIND: gl.constexpr, MARLIN: gl.constexpr, MM
 
 @gluon.jit
 def _own_number(weight, KEPT: gl.constexpr, MMA: gl.constexpr):
-    """A tensor as wide as the words that are converted. All its elements in a thread are the thread's number of the
-    table."""
+    """With a table, a tensor in the shape of the words that are converted: all elements in a thread are the thread's
+    number of the table. Otherwise 0."""
     layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
     if gl.float32 == KEPT:
         none = gl.zeros((_HEIGHT, 8), gl.int32, layout)
@@ -222,8 +223,8 @@ def _own_number(weight, KEPT: gl.constexpr, MMA: gl.constexpr):
 
 
 class _Ring(NamedTuple):
-    """Slots for a step: the words of one or two weights, and x in tiles of 64 columns. Each has two barriers: it is
-    full, it has been read."""
+    """Slots for a step: the words of one or two weights, and x in tiles of 64 columns. Each slot has two barriers: it
+    is full, and it has been read."""
 
     words: tuple[gl.shared_memory_descriptor, ...]
     x: gl.shared_memory_descriptor
@@ -347,10 +348,10 @@ def _halves(words, WIDTH: gl.constexpr, MMA: gl.constexpr):
 def _take_words(tiles, place, MMA: gl.constexpr):
     """The words of a step in registers: one or two tensors [64, 16], of 128 columns each.
 
-    Of Marlin's words each has four numbers of a row n and four of row n + 8, in 16 columns. Two words of neighbouring
-    16 columns count here as words of two rows. The tile's row 16w + 8h + 4a + b, for w, b < 4 and h, a < 2, is row
-    16b + 8h + 2w + a of the 64: so a warp's words follow each other. With the rows that Marlin gives to a warp all
-    would lie in every fourth bank of shared memory.
+    Each of Marlin's words has four numbers of a row n and four of row n + 8, from 16 columns. Two such words for
+    neighbouring 16 columns are treated as words of two rows. The tile's row 16w + 8h + 4a + b, for w, b < 4 and
+    h, a < 2, is row 16b + 8h + 2w + a of the 64, so that a warp's words are neighbours. With the rows that Marlin gives
+    to a warp, all its words would lie in every fourth bank of shared memory.
     """
     layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
     MARLIN: gl.constexpr = len(tiles.shape) == 4
@@ -394,8 +395,8 @@ def _in_order(total, MARLIN: gl.constexpr):
 def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.constexpr, HALF: gl.constexpr):
     """The sum [64, BLOCK_M] of a half of the tile's rows, over `count` steps from step `first`.
 
-    One product runs while the next one's words are converted. If it ran on into the next step, the compiler would let
-    each product wait, because two groups of warps multiply.
+    A product runs while the next product's words are converted. If it ran on into the next step, the compiler would
+    make each product wait, because two groups of warps multiply.
     """
     BLOCK_M: gl.constexpr = ring.x.shape[1]
     STAGES: gl.constexpr = ring.full.shape[0]
@@ -465,7 +466,7 @@ def _first_row(rows, BLOCK_M: gl.constexpr):
 
 @gluon.constexpr_function
 def _kept_dtype(scale, zero, kind):
-    """Of what _load_scales gives for scales and zeros of these dtypes."""
+    """The dtype of what _load_scales returns for scales and zeros of these dtypes."""
     if zero == gl.int32:
         return gl.int32
     return kind if scale == kind else gl.float32
@@ -584,7 +585,7 @@ def _half_of_swiglu(
     IN_WORD_ORDER: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """The same of swiglu_kernel."""
+    """The same for swiglu_kernel."""
     col += HALF * _HEIGHT
     gate_kept, up_kept = kept.index(2 * HALF), kept.index(2 * HALF + 1)
     gates, ups = _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP, HALF)
@@ -613,8 +614,8 @@ def swiglu_kernel(
     GELU_TANH: gl.constexpr,
     IN_WORD_ORDER: gl.constexpr,
 ):
-    """Grid (row tiles, column tiles): a program makes one tile of both products and multiplies them. IN_WORD_ORDER: of
-    the columns of `out`, too."""
+    """Grid (row tiles, column tiles): a program makes one tile of both products and multiplies them. IN_WORD_ORDER:
+    store the columns of `out` in the order of words."""
     row = _first_row(rows, BLOCK_M)
     col, count = gl.program_id(1) * 2 * _HEIGHT, gl.cdiv(depth, BLOCK_K)
     descs = (gate_desc, up_desc)
@@ -677,8 +678,9 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
 
 
 def fitted(settings: Streaming, rows: int, depth: int, weights: int, group: int, item: int) -> Streaming:
-    """The same with the number of stages that shared memory has room for, where a program multiplies by `weights`
-    weights. item: bytes of a scale that is kept. Raises ValueError for settings for which the kernels have no tiles."""
+    """The settings with only as many stages as shared memory has room for, and with block_k 128 if there is no room for
+    two stages of 256. A program multiplies by `weights` weights. item: bytes of a scale that is kept. Raises ValueError
+    for settings for which the kernels have no tiles."""
     known = settings.block_n == BLOCK_N and settings.block_k in (128, 256) and depth % settings.block_k == 0
     if not known or (settings.splits - 1) * columns_of(depth, settings) >= depth:
         raise ValueError(

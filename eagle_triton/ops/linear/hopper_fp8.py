@@ -9,8 +9,8 @@ exactly between shared memory and the registers that the tensor cores read; whil
 are converted. Scales of rows are applied to the sums. Scales of blocks are fp32 and multiplied into the weights, which
 rounds them. A tile of gate and up has eight rows of each in turn, so a thread has both numbers of a result.
 
-Programs stay and make one tile of the output after another, so the next tile's operands come while one is stored. The
-last tiles are half as high where that ends sooner, as is a rest of rows that fits in such a tile: see whole_tiles.
+Programs stay and make one tile of the output after another, so the next tile's operands are loaded while one is stored.
+The last tiles are half as high where that ends sooner. So are tiles of the last rows if these fit: see whole_tiles.
 Needs Triton 3.6.
 
 | name         | shape                           | dtype, layout                                           |
@@ -69,7 +69,7 @@ from eagle_triton.runtime.gpu import multiprocessors_of
 from eagle_triton.runtime.overlap import overlapped_on_hopper
 
 BLOCK_N = 128  # rows of weights of a tile: two warpgroups multiply 64 each
-BLOCK_K = 128  # columns of a step, as a block of scales has; a slot of the ring has half: 128 would not fit registers
+BLOCK_K = 128  # columns of a step and of a block of scales; a slot has half, because 128 would not fit in registers
 MAX_BLOCK_M = 256  # rows of x of the highest tile
 EACH = 8  # rows of gate, and then of up, in a tile of both
 WARPS = 8
@@ -141,8 +141,8 @@ def _ring(x_desc, w_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
 
 class _Work(NamedTuple):
     """What the programs of a launch make: products of `rows` rows with the weights (see tile_of) in `tiles` column
-    tiles. The first `whole` of these are made in tiles of BLOCK_M rows, and a rest of up to half a tile in half of such
-    a tile. The others are made in halves alone."""
+    tiles. The first `whole` of these are made in tiles of BLOCK_M rows, and with one half tile for the last rows if
+    they fit. The others are made in half tiles only."""
 
     columns: tuple[ScaledColumns, ...]
     descs: tuple[TensorDescriptor | None, ...]
@@ -169,7 +169,7 @@ class _Place(NamedTuple):
 
 @gluon.jit
 def _row_tiles(rows, height, BLOCK_M: gl.constexpr):
-    """How many tiles of this height are made of a column. A rest that fits in a half is not made in a whole tile."""
+    """How many tiles of this height a column has. The last rows take no whole tile if they fit in half a tile."""
     if BLOCK_M == _HIGHEST:
         return (rows + (BLOCK_M // 2 - 1)) // height
     else:  # lower tiles are not halved
@@ -187,8 +187,8 @@ def _output_tiles(work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
 
 @gluon.jit
 def _place(number, work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
-    """Tile `number` of the output: whole tiles come first, the rests below them last. Other tiles of the same columns
-    are neighbours, so weights come from memory once.
+    """Tile `number` of the output: whole tiles come first, the half tiles below them last. Otherwise tiles of the same
+    columns are neighbours, so weights come from memory once.
 
     The last tile of rows overlaps the one before it: both store the same.
     """
@@ -211,8 +211,8 @@ def _place(number, work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
 
 
 class _Weights(NamedTuple):
-    """The weights of a tile of the output: their descriptors, their first column there, what scales the upper eight of
-    each 16 rows and what scales the lower eight, and where their bias and their output begin."""
+    """The weights of a tile of the output: their descriptors, the tile's first column of the product, what scales the
+    upper eight of each 16 rows and what scales the lower eight, and where their bias and their output begin."""
 
     descs: tuple[TensorDescriptor, ...]
     col: int
@@ -224,7 +224,6 @@ class _Weights(NamedTuple):
 
 @gluon.jit
 def _weights_at(column, work, FUSED: gl.constexpr):
-    """The weights of a column tile."""
     if FUSED:
         gate, up = work.columns
         return _Weights((work.descs[0], work.descs[1]), column * (_HEIGHT // 2), gate, up, 0, work.out.ptr)
@@ -235,7 +234,7 @@ def _weights_at(column, work, FUSED: gl.constexpr):
 
 @gluon.jit
 def _put_weights(descs, col, k, ring, step):
-    """Let TMA load a tile of weights at (col, k) into its slot; of gate and up, some rows of each in turn."""
+    """Let TMA load a tile of weights at (col, k) into its slot: with gate and up, some rows of each in turn."""
     STAGES: gl.constexpr = ring.full.shape[0]
     HEIGHT: gl.constexpr = descs[0].block_type.shape[0]
     LOADS: gl.constexpr = _HEIGHT // HEIGHT
@@ -296,8 +295,8 @@ def _take_weights(ring, step, upper_scale, lower_scale, acc, SCALED: gl.constexp
     """The weights of a slot, two to an element, as the left operand of a product that is added to `acc`. SCALED: times
     one scale in the upper eight of each 16 rows, and another in the lower eight.
 
-    A thread holds a pair of one row and the pair eight rows below. A converted pair fills a register. So the PTX's two
-    rows are a pair, and its two tensors are two rows.
+    A thread holds a pair of one row and the pair eight rows below. A converted pair fills a register. So the PTX takes
+    the pairs of two rows at a time, and returns a tensor for each row.
     """
     await_full(ring.full, step)
     pairs = ring.w.index(step % ring.full.shape[0]).load(gl.DotOperandLayout(0, acc.type.layout, 1))
@@ -322,8 +321,8 @@ def _take_weights(ring, step, upper_scale, lower_scale, acc, SCALED: gl.constexp
 def _multiply(ring, step, place, weights, scale_column, BLOCK_M: gl.constexpr, IN_BLOCKS: gl.constexpr):
     """The sums [128, BLOCK_M] of a tile of the output, from the ring's step number `step` on.
 
-    A product is waited for when the next one runs, which hides the conversion between them. Two tiles of weights stay
-    in registers, each in its own. The sums are over all steps, so scales of blocks are multiplied into the weights.
+    A product is waited for when the next one runs, which hides the conversion between them. Two tiles of weights are in
+    registers at a time. The sums are over all steps, so scales of blocks are multiplied into the weights.
     """
     STAGES: gl.constexpr = ring.full.shape[0]
     ROOM: gl.constexpr = ring.x.shape[1] // BLOCK_M  # a slot has room for one tile of x, or for two lower ones

@@ -1,5 +1,4 @@
-"""Products of few rows with weights of eight bits on Hopper: the tensor cores multiply eight bits, nothing is
-converted.
+"""Products of few rows with weights of eight bits on Hopper, which the tensor cores multiply without a conversion.
 
     linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
     swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
@@ -88,7 +87,7 @@ _WIDE = 200  # with this many tiles, too
 
 
 class _Ring(NamedTuple):
-    """Slots for a tile of x's pair and one of each weight, each with two barriers: it is full, it has been read."""
+    """Slots for a tile of x's pair and one of each weight. Each has two barriers: it is full, and it has been read."""
 
     x: gl.shared_memory_descriptor
     w: tuple[gl.shared_memory_descriptor, ...]
@@ -149,7 +148,7 @@ def _zeros(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply(ring, step, zero, WEIGHT: gl.constexpr):
-    """Weights of a step times x's pair, [BLOCK_N, 2 * BLOCK_M]; not complete before it is waited for."""
+    """Weights of a step times x's pair, [BLOCK_N, 2 * BLOCK_M]. The caller must wait for its completion."""
     slot = step % ring.full.shape[0]
     x, w = ring.x.index(slot).permute((1, 0)), ring.w[WEIGHT].index(slot)
     return warpgroup_mma(w, x, zero, use_acc=False, is_async=True)
@@ -166,7 +165,7 @@ class _RowScales(NamedTuple):
 
 @gluon.jit
 def _room_for_scales(BLOCK_M: gl.constexpr, GROUPS: gl.constexpr):
-    """Shared memory for the scales of x's rows in GROUPS groups; with 0 groups, for one that is never read."""
+    """Shared memory for the scales of x's rows in GROUPS groups. With 0 groups it has one, which is never read."""
     return gl.allocate_shared_memory(gl.float32, [max(GROUPS, 1), BLOCK_M], _SCALES)
 
 
@@ -174,7 +173,7 @@ def _room_for_scales(BLOCK_M: gl.constexpr, GROUPS: gl.constexpr):
 def _keep_scales(ring, scales, first, count, GROUPS: gl.constexpr):
     """Copy the scales of x's rows in `count` groups from `first` on to shared memory.
 
-    If each step loaded them, it would wait as long as for the weights that are on their way from L2.
+    If each step loaded its own, it would wait for them as long as for weights from L2.
     """
     await_full(ring.full, 0)  # x is not ready before
     if GROUPS:

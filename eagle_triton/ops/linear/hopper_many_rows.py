@@ -70,8 +70,8 @@ def _ring(desc, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load_weights(descs, starts, column, k, ring, slot, wanted):
-    """Let TMA load a step's weights, if wanted, from the matrix with this column. The matrices' columns begin at
-    `starts`."""
+    """Let TMA load a step's weights, if wanted, from the matrix that has this column of tiles. The matrices' columns
+    begin at `starts`."""
     full = ring.full.index(slot)
     mbarrier.expect(full, descs[0].block_type.nbytes, pred=wanted)
     for i in gl.static_range(len(descs)):
@@ -99,7 +99,7 @@ def _load(x_desc, w_descs, starts, row, begin, end, steps, ring, PREFETCH: gl.co
 
 @gluon.jit
 def _multiply(ring, step, count):
-    """The sum over `count` steps. step: the program's own number of the first one."""
+    """The sum over `count` steps. step: how many steps the program made before."""
     STAGES: gl.constexpr = ring.full.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, _TILE, 16])
     acc = gl.zeros((_TILE, _TILE), gl.float32, layout)

@@ -58,7 +58,7 @@ class Portable(NamedTuple):
     stages: int
 
 
-# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K). The comments have our time in us, our time with
+# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K). The comments have our time in µs, our time with
 # keep_splits if K is split, and the time of cuBLAS on the concatenated weights (tools/tune_linear.py: graph replay,
 # weights larger than L2).
 _HOPPER = {

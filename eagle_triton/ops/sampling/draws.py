@@ -44,7 +44,7 @@ def coin_of(seed, step, index):
 
 @triton.jit
 def uniform_of(seed, position, first, COUNT: tl.constexpr):
-    """Uniform numbers in (0, 1) of the tokens first .. first + COUNT (both multiples of 4) at an absolute position; see
+    """Uniform numbers in (0, 1) of the COUNT tokens from `first` on (both multiples of 4) at an absolute position; see
     reference.sampling.uniform_at."""
     group = first // 4 + tl.arange(0, COUNT // 4)
     zero = group * 0

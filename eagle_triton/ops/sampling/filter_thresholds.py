@@ -26,7 +26,7 @@ for any logits.
 | scans    | [R, P] f32, int32, f32         | per part: maximum, its first index, mass relative to it                 |
 | facts    | [R, 8] f32                     | top, scale = log2(e) / temperature, top_k, top_p, min_p, only, 1 - top_p |
 | searches | [ROUNDS + 1, R, 8] int32       | stage, stage after it, passes, low, high, base, mass, dropped           |
-| measures | [ROUNDS, R, G, LANES] f32      | per group: above each key count or mass; or per tile: count at the cut |
+| measures | [ROUNDS, R, G, LANES] f32      | per group: count or mass above each key; or per tile: count at the cut |
 | thresholds | [R, 4] f32                   | top, cut, 1 / mass, only                                                |
 
 `only` holds the bits of an int32: the token of a distribution that is an argmax, or -1 - first. A search's `low` is a
@@ -76,7 +76,7 @@ class Settings(NamedTuple):
 
 
 def settings(vocabulary: int) -> Settings:
-    """One row for all devices. On one H200, [60, 128256] bf16: scan by 2048 tokens 10.3 µs (1024: 12.0, 4096: 11.0)."""
+    """The same for all devices. On one H200, [60, 128256] bf16: scan of 2048 tokens 10.3 µs (1024: 12.0, 4096: 11)."""
     width = max(16, triton.next_power_of_2(vocabulary))
     tile = min(1024, width)
     return Settings(part=min(2048, width), tile=tile, group=min(8, width // tile), settle_tile=min(4096, width))
@@ -153,8 +153,8 @@ def scale_of(temperature):
 
 @triton.jit
 def scan_parts(row, part_block, x, temperature_ptr, scans, nodes, vocabulary, PART: tl.constexpr, PARTS: tl.constexpr):
-    """Maximum of PARTS parts of row `row` (int64), its first index (a NaN counts as largest) and, with temperatures,
-    the part's mass relative to it."""
+    """Store the maximum of each of PARTS parts of row `row` (int64), its first index (a NaN counts as largest), and
+    with temperatures the part's mass relative to it."""
     part = part_block * PARTS + tl.arange(0, PARTS)
     index = part[:, None] * PART + tl.arange(0, PART)[None, :]
     inside = index < vocabulary
@@ -189,7 +189,7 @@ def scan_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Grid (R, part blocks)."""
+    """Grid (R, part blocks): a program scans PARTS parts of a row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -248,8 +248,8 @@ def _keys(facts, passes, low, high, vocabulary, SHIFT: tl.constexpr, LANES: tl.c
 
 @triton.jit
 def _stage_after(stage, then, min_p):
-    """The next stage: a second filter if there is one, else the kept sum unless the mass search has just measured
-    it."""
+    """The next stage: the second filter if there is one, otherwise the sum of kept weights, unless the mass search has
+    just measured that."""
     return tl.where(then < _TOTAL, then, tl.where((stage == _COUNT) | (min_p > 0), _TOTAL, _DONE))
 
 

@@ -16,13 +16,13 @@ A position is named by its time: its place in a sequence, or in the ring its dis
 | tokens, lengths  | [B, C] int64, [B] int32  | the first lengths + 1 tokens are known                            |
 | ring             | [R] int32, [1] int32     | former outputs with END after each, and where the next one goes   |
 | hits, counts     | [B, S, 1024], [B, S, 32] | times where two tokens match, in S segments of 32 x 32 places     |
-| best, reach      | [B, S, K], [B, S, 64]    | a segment's K best as length and time; number with m tokens       |
+| best, reach      | [B, S, K], [B, S, 64]    | a segment's K best as length and time; number with m tokens or more |
 
 S: a segment for every 1024 positions of a row, and one for every 32 chunks of 1024 positions of the ring.
 
 The kernels have limits that the reference does not have:
 
-- A match has at least 2 tokens (`min_match`) and at most 64 (`max_tree_depth`). The class with `parity` is on the host.
+- A match has at least 2 tokens (`min_match`) and at most 64 (`max_tree_depth`). `parity` needs SuffixDecodingCache.
 - `keep` is at most 128, and None stands for 128.
 - For each sequence, 32 of 1024 positions of the ring are listed: first those that agree in 4 tokens, then in 3 and 2,
   later ones first. All positions of the sequence itself are listed.

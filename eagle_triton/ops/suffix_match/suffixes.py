@@ -321,7 +321,7 @@ def _draft_kernel(
     first = slot * segments + tl.where(from_ring, own_segments, 0)
     count = tl.where(from_ring, segments - own_segments, length // CHUNK + 1)
     m = tl.arange(0, _DEEPEST) + 1
-    reach, beyond = tl.zeros((_DEEPEST,), tl.int32), tl.zeros((_DEEPEST,), tl.int32)  # matches of m tokens, of more
+    reach, beyond = tl.zeros((_DEEPEST,), tl.int32), tl.zeros((_DEEPEST,), tl.int32)  # of m tokens or more, of more
     for start in tl.range(0, count, _BLOCK, loop_unroll_factor=_UNROLL):
         segment = start + tl.arange(0, _BLOCK)
         at = reach_ptr + (first + segment[:, None]) * _DEEPEST + m[None, :]

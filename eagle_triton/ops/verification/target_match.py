@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 @triton.jit
 def _noise_of(seed, position, first, COUNT: tl.constexpr):
-    """Gumbel noise, negated and in powers of two, of the tokens first .. first + COUNT at an absolute position."""
+    """Gumbel noise, negated and in powers of two, of the COUNT tokens from `first` on at an absolute position."""
     return log_exponential(uniform_of(seed, position, first, COUNT)) * _LOG2E
 
 
@@ -50,7 +50,7 @@ def _noise_of(seed, position, first, COUNT: tl.constexpr):
 def _noise_kernel(
     temperature_ptr, seed_ptr, lengths_ptr, noise_ptr, levels, vocabulary, PART: tl.constexpr, PDL: tl.constexpr
 ):
-    """Grid (B * levels, parts): the noise of one part of the vocabulary at one level of a sequence's tree."""
+    """Grid (B * levels, parts): a program makes the noise of one part of the vocabulary at one level of a tree."""
     await_inputs(PDL)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART
     batch, level = row // levels, row % levels
@@ -80,9 +80,9 @@ def _perturb_kernel(
     PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R, parts): the largest logit of a part's kept tokens (all without thresholds; NaN if one is NaN), and the
-    largest (logit - that) * scale + noise with its first index. Without noise [B, levels, V] it is made here, if the
-    part keeps a token."""
+    """Grid (R, parts): a program finds the largest logit of a part's kept tokens (NaN if any logit is NaN), and the
+    largest (logit - this maximum) * scale + noise with its first index. Without thresholds all tokens are kept. Without
+    noise [B, levels, V] it is made here, if the part keeps a token."""
     await_inputs(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, node = row // nodes, row % nodes
@@ -119,7 +119,7 @@ def _perturb_kernel(
 @triton.jit
 def merge_scores(batch, best, temperature, nodes, parts, NODES: tl.constexpr, PARTS: tl.constexpr):
     """The token with the best score at each node [NODES] of sequence `batch` (int64), 0 if there is none, and whether
-    one of the node's logits is NaN."""
+    any of the sequence's logits is NaN."""
     first = batch * nodes * parts
     node = tl.arange(0, NODES)[:, None]
     part = tl.arange(0, PARTS)[None, :]

@@ -101,7 +101,7 @@ def update_one(batch, sequences, tree_tokens, accepted, rules, STEPS: tl.constex
 def _update_sequence_kernel(
     sequences, tree_tokens, accepted, rules, STEPS: tl.constexpr, STOPS: tl.constexpr, PDL: tl.constexpr
 ):
-    """Grid (B,)."""
+    """Grid (B,): a program updates one sequence."""
     await_inputs(PDL)
     update_one(tl.program_id(0).to(tl.int64), sequences, tree_tokens, accepted, rules, STEPS, STOPS)
 

@@ -126,7 +126,7 @@ def _greedy_walk_kernel(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,)."""
+    """Grid (B,): a program walks one sequence's tree."""
     await_inputs(PDL)
     tokens, parents = Matrix(tokens_ptr, *tokens_strides), Matrix(parents_ptr, *parents_strides)
     batch = tl.program_id(0)
