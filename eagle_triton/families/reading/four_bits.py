@@ -16,6 +16,8 @@ from eagle_triton.engine.model.modules import Projection
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.quantised_modules import (
     CALLED,
+    DEQUANTIZE,
+    check_outputs,
     is_compressed,
     is_known_compressed,
     plain,
@@ -35,10 +37,6 @@ BASES = {
 }
 """gptqmodel's base classes, and how transformers loads such a layer in a layout that is read."""
 
-DEQUANTIZE = (
-    "load a checkpoint of compressed-tensors with CompressedTensorsConfig(dequantize=True), and one of GPTQ or AWQ by "
-    "transformers and gptqmodel"
-)
 QUANTISED_TYPES = ("nf4", "fp4")
 
 
@@ -134,8 +132,7 @@ def _required(module: nn.Module, name: str, path: str, remedy: str = CALLED) -> 
 def _compressed(module: Any, path: str) -> FourBitWeight:
     """The weight of a linear layer that compressed-tensors has not decompressed yet."""
     args = module.quantization_scheme.weights
-    if getattr(module.quantization_scheme, "output_activations", None) is not None:
-        raise unreadable(f"{path} must not round its outputs (output_activations)", DEQUANTIZE)
+    check_outputs(module, path)
     if getattr(module, "weight_g_idx", None) is not None:
         raise unreadable(f"{path}.weight_g_idx must be None: groups by activation order are not read", DEQUANTIZE)
     words, scale, shape = (

@@ -21,9 +21,10 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import blocks_read, read_experts
 from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
 from eagle_triton.families.reading.float8_experts import is_float8_experts
-from eagle_triton.families.reading.four_bits import DEQUANTIZE, is_four_bit_module, is_known_four_bits, read_four_bits
+from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
 from eagle_triton.families.reading.quantised_modules import (
     AS_PUBLISHED,
+    DEQUANTIZE,
     EXACT,
     FINE_GRAINED,
     SCALES,
