@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle_triton.engine.model.model_watch import PACKED_FOR_A_CPU
 from eagle_triton.engine.model.modules import Projection
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.quantised_modules import (
@@ -158,9 +159,7 @@ def _bitsandbytes(module: Any, path: str) -> tuple[FourBitWeight, str]:
     if weight is None or state is None:
         raise unreadable(f"{path}.weight has no quant_state: move the model to its device first, which quantises it")
     if getattr(state, "packing_format_for_cpu", False):
-        raise unreadable(
-            f"{path}.weight was packed for this CPU by the module's forward: optimise the model before it is called"
-        )
+        raise unreadable(f"{path}.weight {PACKED_FOR_A_CPU}")
     rows, depth = sizes = module.out_features, module.in_features
     if state.quant_type not in QUANTISED_TYPES:
         raise unreadable(f"{path}.weight must be {' or '.join(QUANTISED_TYPES)}, got {state.quant_type!r}")
