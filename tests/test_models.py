@@ -784,6 +784,16 @@ def test_a_target_that_lacks_weights_is_refused(checkpoints):
         EaModel.from_pretrained(str(base), str(path))
 
 
+@pytest.mark.parametrize("name", ["k_scale", "v_proj.output_scale"])
+def test_scales_of_a_quantised_cache_are_said_and_not_used(name, checkpoints, caplog):
+    base, _ = checkpoints
+    scales = {f"model.layers.{number}.self_attn.{name}": torch.ones(1) for number in range(2)}
+    save_file(target().state_dict() | scales, base / "model.safetensors", metadata={"format": "pt"})
+    load_target(str(base))
+    said = f"keys and values are not quantised, so model.layers.0.self_attn.{name} and its like are not used"
+    assert said in caplog.text
+
+
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_the_weights_of_a_head_tell_which_it_is(eagle3, tmp_path):
     own = "3" if eagle3 else "1/2"
