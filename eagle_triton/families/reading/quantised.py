@@ -200,7 +200,9 @@ def note_on_called(projections: Sequence[tuple[str, nn.Module]]) -> str | None:
 def _name_of_class(module: nn.Module) -> str:
     package = type(module).__module__.partition(".")[0]
     own = " with its own forward" if "forward" in vars(module) else ""
-    return f"{package}.{type(module).__name__}{own}"
+    weight = type(module.weight) if type(module) is nn.Linear else nn.Parameter
+    wrapped = "" if weight in (Tensor, nn.Parameter) else f" ({weight.__name__})"
+    return f"{package}.{type(module).__name__}{wrapped}{own}"
 
 
 def _with_ranks(found: Projection, shared: Projection) -> Projection:
