@@ -210,6 +210,7 @@ def test_a_scheme_is_read_or_refused_by_its_field() -> None:
         ("awq", "version", "gemv"),
         ("awq", "backend", "llm-awq"),
         ("gptq", "dynamic", {".*": {"bits": 8}}),
+        ("gptq", "dynamic", ["-:.*attn.*"]),
         ("gptq", "lm_head", True),
         ("gptq", "group_size", None),
         ("gptq", "group_size", 0),

@@ -109,7 +109,11 @@ def scheme_of(stored: Mapping[str, Any]) -> dict[str, Any]:
         "method": (stored.get("method"), stored.get("method") in (method, None)),
         "data_type": (stored.get("data_type"), stored.get("data_type") in ("int", None)),
         "act_bits": (stored.get("act_bits"), (stored.get("act_bits") or 16) >= 16),  # 16: inputs are not rounded
-        "dynamic": (dynamic, all(name.startswith("-:") or rule in ({}, True) for name, rule in dynamic.items())),
+        "dynamic": (
+            dynamic,
+            isinstance(dynamic, Mapping)
+            and all(name.startswith("-:") or rule in ({}, True) for name, rule in dynamic.items()),
+        ),
     }
     others = stored.keys() - {*READ, *LAYOUT, *WITHOUT_EFFECT}
     found |= {name: (stored[name], not stored[name]) for name in others}

@@ -18,6 +18,7 @@ from packaging.version import Version
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from eagle_triton.demo import path_of
@@ -246,7 +247,11 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
             _check_shapes(named, model, info["mismatched_keys"])
         check_keys(named, missing, unexpected - mtp_names(unexpected) - scales)
     except ValueError as error:
-        if ".experts." in str(error) and getattr(model.config, "quantization_config", None) is not None:
+        stored: Any = getattr(model.config, "quantization_config", None)
+        method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+        if method and not AutoHfQuantizer.supports_quant_method(stored):  # it only warns, and loads plain weights
+            raise ValueError(f"{error}; this transformers does not know its quant_method, {method!r}") from None
+        if ".experts." in str(error) and stored is not None:
             raise ValueError(f"{error}{EXPERTS}") from None
         raise
     return _in_one_dtype(model, dtype).eval()
