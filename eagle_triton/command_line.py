@@ -238,17 +238,18 @@ def _looks_local(text: str) -> bool:
 
 def existing_file(text: str) -> Path:
     """A file that can be read."""
-    return _existing(text, os.path.isfile, "file", "is a directory" if os.path.isdir(text) else "does not exist")
+    return _existing(text, os.path.isfile, "file", "is a directory" if os.path.isdir(text) else "is a device or pipe")
 
 
 def existing_directory(text: str) -> Path:
     """A directory."""
-    return _existing(text, os.path.isdir, "directory", "is a file" if os.path.isfile(text) else "does not exist")
+    return _existing(text, os.path.isdir, "directory", "is a file")
 
 
 def _existing(text: str, exists: Callable[[str], bool], what: str, otherwise: str) -> Path:
     if not exists(text):
-        raise argparse.ArgumentTypeError(f"must be a {what}, and {text or 'an empty path'} {otherwise}")
+        why = otherwise if os.path.exists(text) else "does not exist"
+        raise argparse.ArgumentTypeError(f"must be a {what}, and {text or 'an empty path'} {why}")
     return Path(text)
 
 

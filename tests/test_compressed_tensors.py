@@ -73,7 +73,14 @@ def test_blocks_are_read_and_those_of_another_size_refused() -> None:
     module, found = compressed(wide, None, "block")
     assert torch.equal(read_float8(module, "there", torch.float32).weight.dequantised(), found.dequantised())
     module.quantization_scheme.weights.block_structure = [64, 128]
-    with pytest.raises(UnsupportedModelError, match=r"blocks of 128 by 128, got \[64, 128\]"):
+    with pytest.raises(UnsupportedModelError, match=r"blocks of 128 by 128, got \[64, 128\]; load .*dequantize=True"):
+        read_float8(module, "there", torch.float32)
+
+
+def test_outputs_that_are_rounded_are_refused() -> None:
+    module, _ = compressed(torch.ones(256, 384), None)
+    module.quantization_scheme.output_activations = "static"
+    with pytest.raises(UnsupportedModelError, match=r"there must not round its outputs .*dequantize=True"):
         read_float8(module, "there", torch.float32)
 
 

@@ -503,6 +503,10 @@ def test_the_program_checks_and_prints_json(saved, tmp_path, capsys, monkeypatch
     monkeypatch.setattr("eagle_triton.export.comparison._draft", lambda *given: (torch.rand(3),))
     assert main.main([*words, "-o", str(tmp_path / "two")]) == 1
     assert "0 of 32 drafts are equal" in capsys.readouterr().err
+    monkeypatch.setattr("eagle_triton.export.comparison.load_target", lambda *given, **options: int("no model"))
+    with pytest.raises(SystemExit, match="2"):
+        main.main([*words, "-o", str(tmp_path / "three")])
+    assert f"wrote {tmp_path / 'three'}, and --check failed: invalid literal" in capsys.readouterr().err
 
 
 def test_the_program_says_in_one_line_what_an_engine_cannot_do(saved, tmp_path, capsys):

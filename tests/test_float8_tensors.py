@@ -175,6 +175,20 @@ def test_what_is_not_known_is_called_and_counted(change: Callable[[Any], None]) 
     assert "exact: 20 FP8 projections" in note and "as published: 1 FP8 projections are called" in note
 
 
+class Int8Tensor(WrappedWeight):
+    rounds = True
+
+
+def test_tensors_that_are_not_read_are_named() -> None:
+    model = tiny_target()
+    module = model.model.layers[1].mlp.up_proj
+    rows, depth = module.weight.shape
+    whole = Int8Tensor(torch.ones(rows, depth, dtype=torch.int8), torch.ones(rows, 1), None, torch.float32)
+    module.weight = nn.Parameter(whole, requires_grad=False)
+    with optimize_with_triton(model) as (_, originals):
+        assert "1 torch.Linear (Int8Tensor); the first is model.model.layers.1.mlp.up_proj" in str(originals)
+
+
 def _inside(name: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
     def apply(module: Any) -> None:
         setattr(module.weight, name, change(getattr(module.weight, name)))

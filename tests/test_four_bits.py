@@ -352,7 +352,7 @@ def test_states_of_bitsandbytes_that_are_refused() -> None:
         module.weight.quant_state = SimpleNamespace(**{**vars(module.weight.quant_state), **fields})
         return module
 
-    refused(changed(packing_format_for_cpu=True), r"there\.weight was packed for this CPU .*before it is called")
+    refused(changed(packing_format_for_cpu=True), r"there\.weight was packed for this CPU .*load the model again")
     refused(changed(quant_type="af4"), r"there\.weight must be nf4 or fp4, got 'af4'")
     refused(changed(shape=torch.Size([128, 64])), r"there\.weight must be quantised as \[64, 128\], got \[128, 64\]")
     refused(changed(blocksize=256), r"blocks of 256, got 128")
@@ -366,6 +366,16 @@ def test_states_of_bitsandbytes_that_are_refused() -> None:
     module.weight = nn.Parameter(module.weight.data[:100], requires_grad=False)
     module.weight.quant_state = state
     refused(module, r"there\.weight must hold 4096 bytes, contiguous from a multiple of 4, got \[100, 1\]")
+
+
+def test_a_layer_that_is_packed_for_a_cpu_is_found() -> None:
+    """By a call of the original. To optimise it again would not help."""
+    model, _ = with_fp8(tiny_target(), bitsandbytes)
+    with optimize_with_triton(model):
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.data, weight.quant_state.packing_format_for_cpu = weight.data.view(192, 64).clone(), True
+        with pytest.raises(RuntimeError, match=r"up_proj\.weight was packed for this CPU .*load the model again"):
+            model.generate(random_prompt(9), max_new_tokens=3)
 
 
 def test_longer_blocks_of_bitsandbytes_are_read() -> None:

@@ -195,13 +195,22 @@ def test_a_scheme_is_read_or_refused_by_its_field() -> None:
     assert (awq["symmetric"], awq["group_size"]) == (False, 64)
     assert scheme_of({**GPTQ_FIELDS, "group_size": -1})["strategy"] == "channel"
     assert scheme_of({**GPTQ_FIELDS, "dynamic": {"-:.*attn.*": {}, "lm_head": {}}}) == scheme_of(GPTQ_FIELDS)
+    by_gptqmodel = {"method": "gptq", "pack_dtype": "int32", "format": "gptq", "meta": {"quantizer": "gptqmodel:7.7.0"}}
+    by_auto_round = {"data_type": "int", "act_bits": 16, "act_dynamic": True, "iters": 1000, "provider": "auto-round"}
+    for fields in (by_gptqmodel, {**by_auto_round, "autoround_version": "0.5.1"}):
+        assert scheme_of({**GPTQ_FIELDS, **fields}) == scheme_of(GPTQ_FIELDS)
     for method, name, value in (
         ("gptq", "bits", 8),
+        ("gptq", "method", "qqq"),
+        ("gptq", "data_type", "mx_fp"),
+        ("awq", "act_bits", 8),
+        ("gptq", "rotation", "hadamard"),
         ("gptq", "desc_act", True),
         ("gptq", "checkpoint_format", "marlin"),
         ("awq", "version", "gemv"),
         ("awq", "backend", "llm-awq"),
         ("gptq", "dynamic", {".*": {"bits": 8}}),
+        ("gptq", "dynamic", ["-:.*attn.*"]),
         ("gptq", "lm_head", True),
         ("gptq", "group_size", None),
         ("gptq", "group_size", 0),

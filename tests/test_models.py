@@ -784,6 +784,26 @@ def test_a_target_that_lacks_weights_is_refused(checkpoints):
         EaModel.from_pretrained(str(base), str(path))
 
 
+def test_a_quantisation_that_transformers_does_not_know_is_named(checkpoints):
+    base, _ = checkpoints
+    edited(base, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    scales = {"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)}
+    save_file(target().state_dict() | scales, base / "model.safetensors", metadata={"format": "pt"})
+    message = r"unexpected model.*input_scale; this transformers does not know its quant_method, 'modelopt'"
+    with pytest.raises(ValueError, match=message):
+        load_target(str(base))
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_proj.output_scale"])
+def test_scales_of_a_quantised_cache_are_said_and_not_used(name, checkpoints, caplog):
+    base, _ = checkpoints
+    scales = {f"model.layers.{number}.self_attn.{name}": torch.ones(1) for number in range(2)}
+    save_file(target().state_dict() | scales, base / "model.safetensors", metadata={"format": "pt"})
+    load_target(str(base))
+    said = f"keys and values are not quantised, so model.layers.0.self_attn.{name} and its like are not used"
+    assert said in caplog.text
+
+
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_the_weights_of_a_head_tell_which_it_is(eagle3, tmp_path):
     own = "3" if eagle3 else "1/2"

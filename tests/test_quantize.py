@@ -169,10 +169,11 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         if name != "someone/model":
             raise OSError(f"no repository {name}")
-        files = [file.name for file in source.iterdir()]
+        files = [str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()]
         calls.append(sorted(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)))
         kept.mkdir(exist_ok=True)
         for file in calls[-1]:
+            (kept / file).parent.mkdir(exist_ok=True)
             (kept / file).write_bytes((source / file).read_bytes())
         return str(kept)
 
@@ -183,10 +184,18 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_a_hub_id_is_fetched_and_quantised(
     fetched: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    templates, elsewhere = tmp_path / "there" / "additional_chat_templates", tmp_path / "there" / "onnx"
+    for folder, name in ((templates, "tool_use.jinja"), (elsewhere, "config.json")):
+        folder.mkdir()
+        (folder / name).write_text("{{ messages }}")
     assert main.main(["quantize", "someone/model", "--to", "fp8", "-o", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "kept" / "onnx").exists()
     assert "14 projections are FP8" in capsys.readouterr().err
     assert "model.safetensors" in fetched[-1] and "consolidated.safetensors" not in fetched[-1]
     by_path = quantize_checkpoint(tmp_path / "there", tmp_path / "again").folder
+    for written in (tmp_path / "out", by_path):
+        assert (written / templates.name / "tool_use.jinja").read_text() == "{{ messages }}"
+        assert (written / templates.name).stat().st_mode & 0o700 == 0o700
     ours, theirs = tensors_of(tmp_path / "out"), tensors_of(by_path)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in ours)
@@ -280,12 +289,20 @@ def test_a_file_that_the_index_names_must_be_there(tmp_path: Path) -> None:
         quantize_checkpoint(source, tmp_path / "out")
 
 
+def test_one_whole_file_goes_before_an_index(tmp_path: Path) -> None:
+    """transformers leaves the index when it writes a model of several files again, as one."""
+    saved(tmp_path / "in", "60KB")
+    written = quantize_checkpoint(saved(tmp_path / "in"), tmp_path / "out").folder
+    assert sorted(file.name for file in written.glob("model*")) == ["model.safetensors"]
+    assert (tmp_path / "in" / "model.safetensors.index.json").is_file()
+
+
 OUTSIDE = '{"weight_map": {"a": "../outside.safetensors"}}'
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', OUTSIDE])
 def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
-    source = saved(tmp_path / "in")
+    source = saved(tmp_path / "in", "60KB")
     (source / "model.safetensors.index.json").write_text(text)
     save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
     with pytest.raises(ExportError, match=r"model.safetensors.index.json' is not an index of weights"):

@@ -59,6 +59,7 @@ READERS = [  # of texts, and what they say of wrong ones
     (command_line.model, "file", "must be a directory or a hub id, and file is a file"),
     (command_line.model, "", "must be a directory or a hub id, and '' is neither"),
     (command_line.model, "two words", "must be a directory or a hub id, and 'two words' is neither"),
+    (command_line.existing_file, os.devnull, f"must be a file, and {os.devnull} is a device or pipe"),
     (command_line.output_file(), "folder", "must be a file, and folder is not one"),
     (command_line.output_file(), "nowhere/x.json", "must be a file in a directory that exists, and"),
     (command_line.output_file(), "file/x.json", "must be a file in a directory that exists, and"),

@@ -7,7 +7,7 @@ for vLLM and SGLang, and prints how to serve it.
 
 HEAD is a directory or hub id in any layout; demo is the embedded EAGLE-3 head, demo-block a block drafter. stdout can
 be pasted: the command, then the same in Python. stderr names the changes. Exit code 0: written; 1: written, but --check
-found other drafts; 2: a wrong argument, or the engine cannot do it.
+found other drafts; 2: a wrong argument, the engine cannot do it, or it is written and --check cannot run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton export") ->
         if args.check:
             dtype = args.dtype and getattr(torch, args.dtype)
             device = args.device or "cpu"
-            compared = compare_drafts(args.head, plan.folder, args.target, device=device, dtype=dtype, **tree)
+            with parser.explains(f"wrote {plan.folder}, and --check failed"):
+                compared = compare_drafts(args.head, plan.folder, args.target, device=device, dtype=dtype, **tree)
     if args.json:
         print(json.dumps({**plan.to_dict(), "check": None if compared is None else vars(compared)}, indent=2))
     else:

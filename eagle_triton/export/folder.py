@@ -43,8 +43,8 @@ def made_whole(folder: Path) -> Iterator[Path]:
     try:
         yield beside
         files = sorted(beside.iterdir(), key=lambda file: (file.name == "config.json", file.name))
-        for made, mode in ((beside, 0o777), *((file, 0o666) for file in files)):
-            made.chmod(mode & ~_umask())  # some writers make files that only their user may read
+        for made in (beside, *files):  # some writers make files that only their user may read
+            made.chmod((0o777 if made.is_dir() else 0o666) & ~_umask())
         if folder.is_dir():
             for file in files:
                 file.rename(folder / file.name)

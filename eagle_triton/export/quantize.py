@@ -42,6 +42,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
 ELSEWHERE = ("*/*", "consolidated*")  # in a hub id: the same weights in other layouts
+WHOLE = "model.safetensors"  # transformers reads an index only if this file is not there
+TEMPLATES = "additional_chat_templates"  # a directory: those of a tokenizer that has several
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def quantize_checkpoint(
         raise ValueError(f"to must be {' or '.join(FAMILIES)}, got {to!r}")
     folder = free_folder(path)
     _configuration(_fetched(target, DESCRIPTIONS), target, to)  # before gigabytes are fetched
+    _fetched(target, (f"{TEMPLATES}/*.jinja",), ())
     source = _fetched(target, (*DESCRIPTIONS, "*.safetensors"))
     config, raw = _configuration(source, target, to)
     files = _weight_files(source)
@@ -177,7 +180,7 @@ def quantize_checkpoint(
             after += sum(tensor.nbytes for tensor in tensors.values())
             placed.update(dict.fromkeys(tensors, file))
             save_file(tensors, beside / file, metadata={"format": "pt"})
-        if (source / INDEX).is_file():
+        if [*files] != [WHOLE] and (source / INDEX).is_file():
             index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(placed.items()))}
             (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         raw["quantization_config"] = layout.config
@@ -185,6 +188,8 @@ def quantize_checkpoint(
         for other in source.iterdir():
             if other.is_file() and other.name != "config.json" and not other.name.endswith(WEIGHTS):
                 shutil.copyfile(other, beside / other.name)
+        if (source / TEMPLATES).is_dir():
+            shutil.copytree(source / TEMPLATES, beside / TEMPLATES, copy_function=shutil.copyfile)
         loss = None if model is None else model.result()
     notes = layout.notes(wanted.values())
     if config.model_type in _FUSED:
@@ -208,19 +213,21 @@ def _configuration(source: Path, target: str | Path, to: str) -> tuple[Any, dict
     return config, raw
 
 
-def _fetched(target: str | Path, patterns: tuple[str, ...]) -> Path:
-    """The directory of a target; for a hub id, one with the files that match the patterns. Raises FileNotFoundError if
-    there is none, ValueError for a file."""
+def _fetched(target: str | Path, patterns: tuple[str, ...], but: tuple[str, ...] = ELSEWHERE) -> Path:
+    """The directory of a target; for a hub id, one with the files that match the patterns, but not those of `but`.
+    Raises FileNotFoundError if there is none, ValueError for a file."""
     name = str(target)
     place = Path(saved_target(name)).expanduser()
     if place.is_dir():
         return place
     name = directory_or_hub_id("target", name)
-    return fetch_from_hub("target", name, list(patterns), {"ignore_patterns": list(ELSEWHERE)})
+    return fetch_from_hub("target", name, list(patterns), {"ignore_patterns": list(but)})
 
 
 def _weight_files(source: Path) -> dict[str, list[str]]:
     """The safetensors files of a target, and the tensors in each."""
+    if (source / WHOLE).is_file():
+        return {WHOLE: names_in(source / WHOLE)}
     try:
         index = read_index(source / INDEX) if (source / INDEX).is_file() else {}
     except ValueError as error:

@@ -41,8 +41,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 """How configurations name the number of experts."""
 
 READ = {
-    *("backend", "bits", "desc_act", "dynamic", "group_size", "pack_dtype", "q_group_size", "quant_method", "sym"),
-    *("w_bit", "zero_point"),
+    *("act_bits", "backend", "bits", "data_type", "desc_act", "dynamic", "group_size", "method", "pack_dtype"),
+    *("q_group_size", "quant_method", "sym", "w_bit", "zero_point"),
 }
 LAYOUT = ("version", "checkpoint_format", "format")  # the first that there is
 WITHOUT_EFFECT = {
@@ -52,6 +52,11 @@ WITHOUT_EFFECT = {
     *("tokenizer", "true_sequential", "modules_in_block_to_quantize", "modules_to_not_convert"),
     *("disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
     *("use_cuda_fp16", "use_exllama"),
+    # of auto-round, which writes both formats
+    *("act_data_type", "act_dynamic", "act_group_size", "act_sym", "amp", "autoround_version", "enable_minmax_tuning"),
+    *("enable_norm_bias_tuning", "enable_quanted_input", "gradient_accumulate_steps", "iters", "low_gpu_mem_usage"),
+    *("lr", "minmax_lr", "nsamples", "provider", "quant_block_list", "scale_dtype", "seqlen", "supported_types"),
+    *("to_quant_block_names",),
 }
 """Fields for the calibration, for other kernels, and for which layers are quantised. The last are not needed, because
 the stored tensors show this."""
@@ -101,7 +106,14 @@ def scheme_of(stored: Mapping[str, Any]) -> dict[str, Any]:
         "desc_act": (stored.get("desc_act"), not stored.get("desc_act")),
         "pack_dtype": (stored.get("pack_dtype"), stored.get("pack_dtype") in ("int32", None)),
         "backend": (stored.get("backend"), stored.get("backend") != "llm-awq"),  # of another order
-        "dynamic": (dynamic, all(name.startswith("-:") or rule in ({}, True) for name, rule in dynamic.items())),
+        "method": (stored.get("method"), stored.get("method") in (method, None)),
+        "data_type": (stored.get("data_type"), stored.get("data_type") in ("int", None)),
+        "act_bits": (stored.get("act_bits"), (stored.get("act_bits") or 16) >= 16),  # 16: inputs are not rounded
+        "dynamic": (
+            dynamic,
+            isinstance(dynamic, Mapping)
+            and all(name.startswith("-:") or rule in ({}, True) for name, rule in dynamic.items()),
+        ),
     }
     others = stored.keys() - {*READ, *LAYOUT, *WITHOUT_EFFECT}
     found |= {name: (stored[name], not stored[name]) for name in others}

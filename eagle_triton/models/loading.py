@@ -1,5 +1,6 @@
 """Finds targets and draft heads, on disk or on the hub, and reads targets."""
 
+import logging
 import os
 import pickle
 import re
@@ -17,6 +18,7 @@ from packaging.version import Version
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from eagle_triton.demo import path_of
@@ -29,6 +31,8 @@ from .mtp import mtp_names
 from .mxfp4 import is_mxfp4, read_mxfp4
 from .target import check_architecture
 
+log = logging.getLogger(__name__)
+
 TARGET_FOLDER = "target"
 HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 
@@ -39,6 +43,12 @@ OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code"
 
 # Tensors that some exporters add and no head uses: constants, and copies of the target's for training.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+
+# Scales for a quantised cache, by the names of several exporters. Here keys and values are not quantised.
+OF_A_CACHE = (
+    *("self_attn.k_scale", "self_attn.v_scale", "k_proj.k_scale", "v_proj.v_scale"),
+    *("k_proj.output_scale", "v_proj.output_scale"),
+)
 
 EXPERTS = "; for quantised mixtures see docs/limits.md#experts-in-four-bits"  # ends a message
 
@@ -228,14 +238,20 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     check_architecture(model.config, engine, whose)
     unexpected = set(info["unexpected_keys"])
     _check_no_head(named, unexpected)
+    if scales := {name for name in unexpected if name.endswith(OF_A_CACHE)}:
+        log.warning("%s: keys and values are not quantised, so %s and its like are not used", named, min(scales))
     tied = getattr(model, "all_tied_weights_keys", None) or {}  # these have no scale, even in a module of FP8
     missing = [name for name in info["missing_keys"] if name.removesuffix("_scale_inv") not in tied]
     try:
         if not kwargs.get("ignore_mismatched_sizes"):
             _check_shapes(named, model, info["mismatched_keys"])
-        check_keys(named, missing, unexpected - mtp_names(unexpected))
+        check_keys(named, missing, unexpected - mtp_names(unexpected) - scales)
     except ValueError as error:
-        if ".experts." in str(error) and getattr(model.config, "quantization_config", None) is not None:
+        stored: Any = getattr(model.config, "quantization_config", None)
+        method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+        if method and not AutoHfQuantizer.supports_quant_method(stored):  # it only warns, and loads plain weights
+            raise ValueError(f"{error}; this transformers does not know its quant_method, {method!r}") from None
+        if ".experts." in str(error) and stored is not None:
             raise ValueError(f"{error}{EXPERTS}") from None
         raise
     return _in_one_dtype(model, dtype).eval()

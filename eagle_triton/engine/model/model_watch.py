@@ -61,6 +61,11 @@ DECOMPRESSED = (
     "CompressedTensorsConfig(dequantize=True))"
 )
 
+PACKED_FOR_A_CPU = (
+    "was packed for this CPU by its own forward, which a call of the original runs (load the model again and optimise "
+    "it before its first call)"
+)
+
 TREE_SIZES = ("total_tokens", "total_token")
 """An attribute of modules with a `top_k` for their trees, which may change between generations."""
 
@@ -296,6 +301,9 @@ class _Part:
         if (tensors := _addresses(module)) != self.tensors:
             pairs = zip_longest(tensors, self.tensors, fillvalue=("",))
             name = next(new[0] or old[0] for new, old in pairs if new != old)
+            state = getattr(module._parameters.get(name), "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                return f"{self.path}.{name} {PACKED_FOR_A_CPU}"
             return f"{self.path}.{name} was replaced, moved or cast"
         for name, value in self.constants.items():
             if own.get(name) != value:

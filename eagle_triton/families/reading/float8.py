@@ -18,7 +18,10 @@ from eagle_triton.engine.model.modules import Projection
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.module_reader import FLOAT8
 from eagle_triton.families.reading.quantised_modules import (
+    CALLED,
+    DEQUANTIZE,
     SCALES,
+    check_outputs,
     is_compressed,
     is_known_compressed,
     name_of_scale,
@@ -80,13 +83,15 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
 
     Raises UnsupportedModelError unless they are e4m3 without NaN, with finite scales for blocks of 128, rows or all.
     """
-    name, weight, of_scale, scale, blocks = _parts(module, path)
+    remedy = DEQUANTIZE if is_compressed(module) else CALLED
+    check_outputs(module, path)
+    name, weight, of_scale, scale, blocks = _parts(module, path, remedy)
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.stride(1) != 1:
         got = "nothing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         message = f"{path}.{name} must be float8_e4m3fn [out, in], rows contiguous, got {got}"
         if weight is not None and weight.element_size() > 1:  # cast: the module does not apply its scale to it
             raise UnsupportedModelError(message, "quantisation")
-        raise unreadable(message)
+        raise unreadable(message, remedy)
     whole = module.weight.shape if isinstance(module.weight, Tensor) else weight.shape
     if isinstance(module, nn.Linear) and tuple(whole) != (module.out_features, module.in_features):
         sizes = [module.out_features, module.in_features]
@@ -96,18 +101,18 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
             f"{path}.{of_scale} is missing: the weight's numbers mean nothing without it", "quantisation"
         )
     if blocks is not None and tuple(blocks) != (BLOCK, BLOCK):
-        raise unreadable(f"{path} must have scales for blocks of {BLOCK} by {BLOCK}, got {list(blocks)}")
+        raise unreadable(f"{path} must have scales for blocks of {BLOCK} by {BLOCK}, got {list(blocks)}", remedy)
     try:
         found = Float8Weight(weight.detach(), _as_read(scale.detach(), len(weight), blocks is not None))
     except ValueError as error:
-        raise unreadable(f"{path}.{of_scale}: {error}") from error
+        raise unreadable(f"{path}.{of_scale}: {error}", remedy) from error
     if not found.scale.isfinite().all():
         raise UnsupportedModelError(f"{path}.{of_scale} must be finite", "quantisation")
     if has_nan(found.values):
         raise UnsupportedModelError(f"{path}.{name} must be finite, got NaN", "quantisation")
-    bias = tensor_of(module, "bias", path)
+    bias = tensor_of(module, "bias", path, remedy)
     if bias is not None and (bias.dtype != dtype or tuple(bias.shape) != (len(weight),)):
-        raise unreadable(f"{path}.bias must be {dtype} [{len(weight)}], got {bias.dtype} {list(bias.shape)}")
+        raise unreadable(f"{path}.bias must be {dtype} [{len(weight)}], got {bias.dtype} {list(bias.shape)}", remedy)
     return Projection(found, bias)
 
 
@@ -121,17 +126,18 @@ class _Parts(NamedTuple):
     blocks: tuple[int, ...] | None  # rows and columns that share a scale; None: whole rows, or all
 
 
-def _parts(module: nn.Module, path: str) -> _Parts:
+def _parts(module: nn.Module, path: str, remedy: str) -> _Parts:
     if not _wraps_float8(module):
         if is_compressed(module):
             scheme: Any = module.quantization_scheme
             name, blocks = "weight_scale", getattr(scheme.weights, "block_structure", None)
             if getattr(module, "weight_zero_point", None) is not None:
-                raise unreadable(f"{path}.weight_zero_point must be None: the weight's numbers are signed")
+                raise unreadable(f"{path}.weight_zero_point must be None: the weight's numbers are signed", remedy)
         else:
             name = name_of_scale(module) or ""
             blocks = getattr(module, "block_size", None)
-        return _Parts("weight", tensor_of(module, "weight", path), name, tensor_of(module, name, path), blocks)
+        values, scale = (tensor_of(module, part, path, remedy) for part in ("weight", name))
+        return _Parts("weight", values, name, scale, blocks)
     weight = module._parameters.get("weight")
     if weight is None:
         raise unreadable(f"{path}.weight must be a parameter, so that changes are seen")

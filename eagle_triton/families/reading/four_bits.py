@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle_triton.engine.model.model_watch import PACKED_FOR_A_CPU
 from eagle_triton.engine.model.modules import Projection
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.quantised_modules import (
     CALLED,
+    DEQUANTIZE,
+    check_outputs,
     is_compressed,
     is_known_compressed,
     plain,
@@ -35,10 +38,6 @@ BASES = {
 }
 """gptqmodel's base classes, and how transformers loads such a layer in a layout that is read."""
 
-DEQUANTIZE = (
-    "load a checkpoint of compressed-tensors with CompressedTensorsConfig(dequantize=True), and one of GPTQ or AWQ by "
-    "transformers and gptqmodel"
-)
 QUANTISED_TYPES = ("nf4", "fp4")
 
 
@@ -134,8 +133,7 @@ def _required(module: nn.Module, name: str, path: str, remedy: str = CALLED) -> 
 def _compressed(module: Any, path: str) -> FourBitWeight:
     """The weight of a linear layer that compressed-tensors has not decompressed yet."""
     args = module.quantization_scheme.weights
-    if getattr(module.quantization_scheme, "output_activations", None) is not None:
-        raise unreadable(f"{path} must not round its outputs (output_activations)", DEQUANTIZE)
+    check_outputs(module, path)
     if getattr(module, "weight_g_idx", None) is not None:
         raise unreadable(f"{path}.weight_g_idx must be None: groups by activation order are not read", DEQUANTIZE)
     words, scale, shape = (
@@ -161,9 +159,7 @@ def _bitsandbytes(module: Any, path: str) -> tuple[FourBitWeight, str]:
     if weight is None or state is None:
         raise unreadable(f"{path}.weight has no quant_state: move the model to its device first, which quantises it")
     if getattr(state, "packing_format_for_cpu", False):
-        raise unreadable(
-            f"{path}.weight was packed for this CPU by the module's forward: optimise the model before it is called"
-        )
+        raise unreadable(f"{path}.weight {PACKED_FOR_A_CPU}")
     rows, depth = sizes = module.out_features, module.in_features
     if state.quant_type not in QUANTISED_TYPES:
         raise unreadable(f"{path}.weight must be {' or '.join(QUANTISED_TYPES)}, got {state.quant_type!r}")

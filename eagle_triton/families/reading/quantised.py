@@ -21,9 +21,10 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import blocks_read, read_experts
 from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
 from eagle_triton.families.reading.float8_experts import is_float8_experts
-from eagle_triton.families.reading.four_bits import DEQUANTIZE, is_four_bit_module, is_known_four_bits, read_four_bits
+from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
 from eagle_triton.families.reading.quantised_modules import (
     AS_PUBLISHED,
+    DEQUANTIZE,
     EXACT,
     FINE_GRAINED,
     SCALES,
@@ -199,7 +200,9 @@ def note_on_called(projections: Sequence[tuple[str, nn.Module]]) -> str | None:
 def _name_of_class(module: nn.Module) -> str:
     package = type(module).__module__.partition(".")[0]
     own = " with its own forward" if "forward" in vars(module) else ""
-    return f"{package}.{type(module).__name__}{own}"
+    weight = type(module.weight) if type(module) is nn.Linear else nn.Parameter
+    wrapped = "" if weight in (Tensor, nn.Parameter) else f" ({weight.__name__})"
+    return f"{package}.{type(module).__name__}{wrapped}{own}"
 
 
 def _with_ranks(found: Projection, shared: Projection) -> Projection:

@@ -15,6 +15,11 @@ from eagle_triton.errors import UnsupportedModelError
 EXACT, AS_PUBLISHED = ACTIVATIONS = "exact", "as published"
 CALLED = f'activations="{AS_PUBLISHED}" calls the module as it is'
 
+DEQUANTIZE = (
+    "load a checkpoint of compressed-tensors with CompressedTensorsConfig(dequantize=True), and one of GPTQ or AWQ by "
+    "transformers and gptqmodel"
+)
+
 FINE_GRAINED = "weight_scale_inv"
 
 SCALES = {
@@ -50,6 +55,12 @@ def is_known_compressed(module: nn.Module) -> bool:
     own = vars(module).get("forward")
     source = getattr(getattr(own, "__func__", None), "__globals__", {}).get("__name__", "")
     return type(module) is nn.Linear and (own is None or source.startswith(FORWARD))
+
+
+def check_outputs(module: nn.Module, path: str) -> None:
+    """Raise UnsupportedModelError for a layer of compressed-tensors that rounds what it computes."""
+    if getattr(getattr(module, "quantization_scheme", None), "output_activations", None) is not None:
+        raise unreadable(f"{path} must not round its outputs (output_activations)", DEQUANTIZE)
 
 
 def tensor_of(module: nn.Module, name: str, path: str, remedy: str = CALLED) -> Tensor | None:
