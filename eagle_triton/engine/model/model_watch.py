@@ -104,9 +104,10 @@ def interference(root: nn.Module, path: str) -> str | None:
             continue
         if not _is_forward_of(module, vars(module).get("forward")):
             return f"{where}.forward was replaced on this instance, and the replacement would not run"
-        source = type(module).forward.__module__ or ""
-        if not (f"{source}.".startswith(SOURCES) or (own and f"{source}.".startswith(f"{own}."))):
-            return f"{where} is a {type(module).__name__} with a forward of {source}, which would not run"
+        for name in ("forward", "__call__"):
+            source = getattr(type(module), name).__module__ or ""
+            if not (f"{source}.".startswith(SOURCES) or (own and f"{source}.".startswith(f"{own}."))):
+                return f"{where} is a {type(module).__name__} with a {name} of {source}, which would not run"
     return None
 
 
@@ -238,7 +239,7 @@ class _FastFacts:
         yield [*_each(self._own, "forward")]
         classes = list[Any](map(type, self._modules))
         yield classes
-        yield {kind: kind.forward for kind in {*classes}}
+        yield {kind: (kind.forward, kind.__call__) for kind in {*classes}}
         for owners in (self._own, self._called):
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 yield [*chain.from_iterable(_each_filled(owners, name))]  # the hooks' numbers, which are unique
@@ -276,14 +277,15 @@ class _Part:
     config: Any
     own_forward: Callable | None
     class_forward: Callable
+    class_call: Callable
 
     @staticmethod
     def of(path: str, module: nn.Module) -> _Part:
-        values, of_class = vars(module), type(module).forward
+        values, of_class = vars(module), (type(module).forward, type(module).__call__)
         watched = MODULE_FIELDS - {"top_k"} if any(hasattr(module, name) for name in TREE_SIZES) else MODULE_FIELDS
         constants = {k: value for k, value in values.items() if type(value) is float or k in watched}
         children, config, own = [*module._modules.values()], values.get("config"), values.get("forward")
-        return _Part(path, module, children, _addresses(module), constants, config, own, of_class)
+        return _Part(path, module, children, _addresses(module), constants, config, own, *of_class)
 
     def change(self) -> str | None:
         module = self.module
@@ -306,6 +308,8 @@ class _Part:
         replaced = forward is not self.own_forward and not _is_forward_of(module, forward)
         if replaced or type(module).forward is not self.class_forward:
             return f"{self.path}.forward was replaced"
+        if type(module).__call__ is not self.class_call:
+            return f"{self.path}.__call__ was replaced"
         if (module._forward_hooks or module._forward_pre_hooks) and (hook := _hook(module)):
             return f"{self.path} has got {hook}, which would not run"
         return None
