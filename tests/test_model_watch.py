@@ -280,6 +280,7 @@ def test_a_step_of_an_optimizer_drops_kept_prompts(m, fused):
     gc.collect()
     before = len(_global_optimizer_post_hooks)
     _, originals = optimize_with_triton(model)
+    model.generate(prompt, max_new_tokens=4, prompt_lookup_num_tokens=2)
     model.generate(prompt, max_new_tokens=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     for parameter in model.parameters():
@@ -289,9 +290,7 @@ def test_a_step_of_an_optimizer_drops_kept_prompts(m, fused):
     assert not originals.report()[0].fallbacks
     originals.restore()
     assert torch.equal(found, model.generate(prompt, max_new_tokens=8))
-    del originals
-    gc.collect()
-    assert len(_global_optimizer_post_hooks) == before
+    assert len(_global_optimizer_post_hooks) == before  # while the originals are kept
 
 
 def test_a_session_goes_on_once_a_hook_is_removed(m):

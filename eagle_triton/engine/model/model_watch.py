@@ -131,9 +131,13 @@ class ModelWatch:
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
         self._with_dropout = [part for part in self._read if part.constants.get("attention_dropout")]
         self._fast_facts = _FastFacts(self._read, [module for _, module in self._called])
-        self._optimizer_steps = _count_optimizer_steps(self)
+        self._optimizer_steps, self._stop_counting = _count_optimizer_steps(self)
         self._as_read = self._facts()
         self._checked = self._fast_facts.tensors, self._fast_facts.addresses
+
+    def close(self) -> None:
+        """Count steps of optimizers no longer. May be called again."""
+        self._stop_counting()
 
     def change(self) -> str | None:
         """A sentence about the first part that was replaced, moved, cast or hooked, or that has active dropout; None:
@@ -315,16 +319,15 @@ class _Part:
         return None
 
 
-def _count_optimizer_steps(watch: ModelWatch) -> list[int]:
-    """The number of steps of torch's optimizers from now on, as long as the watch lives."""
+def _count_optimizer_steps(watch: ModelWatch) -> tuple[list[int], Callable[[], object]]:
+    """The number of steps of torch's optimizers from now on, and what ends the counting, as the watch's end does."""
     steps = [0]
 
     def count(*_: Any) -> None:
         steps[0] += 1
 
     hook = register_optimizer_step_post_hook(count)
-    weakref.finalize(watch, hook.remove)
-    return steps
+    return steps, weakref.finalize(watch, hook.remove)
 
 
 def _version(tensor: Tensor) -> int:
