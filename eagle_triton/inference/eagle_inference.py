@@ -81,9 +81,8 @@ class EAGLEInference:
     """Decodes with a target and a draft: several times as fast as the target alone, with the same output.
 
     Greedy output equals the target's own, token for token; so does sampled output with a seed and the default
-    verify_strategy. Sampled output has the target's own distribution, or with verify_strategy="greedy" is its argmax.
-    (All this if `config.verification.lossless`.) One call runs at a time. `statistics` adds up all calls until
-    `reset_statistics`.
+    verify_strategy. Sampled output has the target's own distribution if `config.verification.lossless`. One call runs
+    at a time. `statistics` adds up all calls until `reset_statistics`.
     """
 
     def __init__(

@@ -408,7 +408,7 @@ class Session:
         self._waiting.remove(running)
         statistics = running.completion.statistics
         statistics.add_prefill(len(running.request.prompt), running.cached_tokens)
-        statistics.lossless = self._batch.verification.lossless
+        statistics.lossless = self._batch.verification.keeps_output(not running.request.sampling.greedy)
 
     def _set_tree(self, requests: Sequence[RunningRequest]) -> None:
         if self.policy is None:
