@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -219,6 +220,9 @@ def test_no_sequence_passes_the_targets_positions():
     eagle = EAGLEInference(None, model, FIXED)
     free = EAGLEInference(None, tiny_model(), FIXED)
     prompts = [random_prompt(length)[0] for length in (20, 25, 9, 24)]
+    assert eagle.memory_bytes(rows=10**12) == eagle.memory_bytes(rows=24)
+    with eagle.session(rows=10**9) as session:
+        assert session.rows == 24
     rows, stats = eagle.generate(prompts, 60)
     assert [completion.finished for completion in stats.completions] == ["length", "error", "length", "length"]
     assert "25 tokens exceed the target's 24 positions" in stats.completions[1].error
@@ -263,6 +267,8 @@ def test_text_streams_as_strings(demo):
 def test_what_is_no_option_at_all_is_named():
     model = tiny_model(total_token=8, depth=3, top_k=2)
     eagle = EAGLEInference(None, model)
+    without_limit = EAGLEInference(None, tiny_model())
+    without_limit.pair = replace(without_limit.pair, max_positions=None)
     wrong = [
         (
             lambda: EAGLEInference(None, model, {"topk": 4}),
@@ -277,6 +283,9 @@ def test_what_is_no_option_at_all_is_named():
             "past_key_values must be what draft_step returned",
         ),
         (lambda: eagle.memory_bytes(-1), ValueError, "slots and rows must be at least 1, got -1"),
+        (lambda: eagle.session(rows=0), ValueError, "rows must lie in 1..1073741824, got 0"),
+        (lambda: eagle.session(rows=10**10), ValueError, "rows must lie in 1..1073741824, got 10000000000"),
+        (lambda: without_limit.session(1 << 30, 256), RuntimeError, "no memory for slots=256 .* rows=1073741824"),
         (lambda: eagle.generate(random_prompt(5), "3"), TypeError, "max_new_tokens must be an integer, got '3'"),
     ]
     for call, error, message in wrong:

@@ -344,6 +344,9 @@ def test_preparing_makes_steps_of_all_sizes_and_is_not_counted(eagle):
         assert session.submit([1, 2, 3], 3) == 0
         with pytest.raises(RuntimeError, match="prepare: call it before the first request"):
             session.prepare()
+        for most in (0, -1, "2"):
+            with pytest.raises((ValueError, TypeError), match="^most must be"):
+                session.prepare(most)
         assert len(finish(session)[0].tokens) == 3
     del eagle.engine.step
 

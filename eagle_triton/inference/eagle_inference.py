@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft
+from eagle_triton.engine.memory.pages import MAX_ROWS
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.families.reading.experts import STORED
@@ -354,12 +355,12 @@ class EAGLEInference:
         """An open batch: `submit` requests at any time, `step` for their pieces. Use as a context manager.
 
         rows: the most tokens of a sequence, prompt included; None takes config.max_length, which must then be set.
-        slots: None takes config.slots. report_drafts: as for `stream`. If ranks share the target, each opens the same
-        session; requests go to rank 0, and the others `follow` (`SharedSession`). Raises ValueError if neither rows nor
-        max_length is set.
+        More than the target's positions have no effect. slots: None takes config.slots. report_drafts: as for `stream`.
+        If ranks share the target, each opens the same session; requests go to rank 0, and the others `follow`
+        (`SharedSession`). Raises ValueError if neither rows nor max_length is set.
         """
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
-        rows = self.config.max_length if rows is None else checked_integer("rows", rows)
+        rows = self.config.max_length if rows is None else checked_integer("rows", rows, 1, MAX_ROWS)
         slots = self.config.slots if slots is None else checked_integer("slots", slots)
         self.config.changed(slots=slots)  # checks them
         if rows is None:
@@ -513,6 +514,7 @@ class EAGLEInference:
         rows = self.config.max_length or 2048 if rows is None else checked_integer("rows", rows)
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
+        rows = min(rows, self.pair.max_positions or rows)
         largest = max([*self._trees(), PLAIN], key=lambda tree: tree.nodes)
         return stages.memory_bytes(self.engine, largest, slots, rows)
 
