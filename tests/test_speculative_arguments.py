@@ -84,6 +84,7 @@ def test_filters_change_nothing_at_temperature_0():
             calls(**wrong)
 
 
+FORBID_ALL = [(token, float("-inf")) for token in range(32)]
 WRONG = [
     (dict(temperature="hot"), TypeError, "temperature must be a number, got 'hot'"),
     (dict(temperature=True), TypeError, "temperature must be a number"),
@@ -112,6 +113,12 @@ WRONG = [
     (dict(logit_bias=5), TypeError, "logit_bias must map"),
     (dict(logit_bias={"x": 1.0}), TypeError, "logit_bias must map"),
     (dict(logit_bias={32: 1.0}), ValueError, "logit_bias: tokens must lie in 0..31"),
+    (dict(logit_bias=FORBID_ALL), ValueError, r"logit_bias: it forbids \(-inf\) all 32 tokens: leave"),
+    (
+        dict(logit_bias=FORBID_ALL[1:], stop_token_ids=0, min_new_tokens=2),
+        ValueError,
+        "all 32 tokens, beside the stop tokens before min_new_tokens=2",
+    ),
     (dict(logprobs=5), TypeError, "logprobs must be True or False, got 5"),
     (dict(progress=1), TypeError, "progress must be True or False"),
     (dict(baseline=None), TypeError, "baseline must be True or False"),
