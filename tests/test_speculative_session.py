@@ -49,6 +49,7 @@ def test_a_closed_session_refuses_everything_and_closes_again(eagle):
     index = session.submit(random_prompt(9)[0], 20)
     session.step()
     session.close()  # without a `with`
+    assert session.idle and not session.waiting
     calls = (lambda: session.submit([1], 2), session.step, session.advance, lambda: session.cancel(index))
     for call in (*calls, session.__enter__):
         with pytest.raises(RuntimeError, match="this session is closed"):

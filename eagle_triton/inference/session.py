@@ -171,6 +171,8 @@ class Session:
         if not self._closed:
             self._closed = True
             self._batch.close()
+            for dropped in (self._waiting, self._running, self._undelivered):
+                dropped.clear()
 
     @property
     def idle(self) -> bool:
