@@ -43,6 +43,7 @@ from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.inference.statistics import Statistics
 from eagle_triton.inference.timing import Stopwatch, measure_costs
 from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
+from eagle_triton.options import candidates_of
 from eagle_triton.values import check_switches, checked_integer
 
 log = logging.getLogger(__name__)
@@ -461,6 +462,11 @@ class EAGLEInference:
         self._check_ids(input_ids)
         self._check_roots(verified_id, input_ids)
         check_token_ids("draft_tokens", draft_tokens, (len(input_ids), "N - 1"), self.pair.view.vocab_size)
+        if isinstance(top_scores_index, Tensor) and top_scores_index.numel():
+            least, most = int(top_scores_index.min()), int(top_scores_index.max())
+            last = candidates_of(self.config.topk, self.config.num_steps) - 1
+            if not 0 <= least <= most <= last:
+                raise ValueError(f"top_scores_index: candidates must lie in 0..{last}, got {least}..{most}")
         tree = (draft_tokens, verified_id, parent_list, top_scores_index)
         self._check_same_on_all_ranks(
             "what is called, here verify_drafts,", [list(input_ids.shape), list(draft_tokens.shape)]
@@ -477,9 +483,14 @@ class EAGLEInference:
 
         batches: numbers of slots to time; context: tokens of the random prompts; rows: the most tokens of later
         sequences (default config.max_length), which can then use the graphs captured here. Save the table with
-        `CostTable.write([table], path)`, and load it as `EAGLEInference(..., costs=CostTable.read(path))`.
+        `CostTable.write([table], path)`, and load it as `EAGLEInference(..., costs=CostTable.read(path))`. Raises
+        TypeError or ValueError for numbers that are no integers or too small.
         """
-        table = measure_costs(self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0)
+        if not (sizes := [checked_integer("batches", size, 1) for size in batches]):
+            raise ValueError("batches: give at least one number of slots")
+        context, steps = checked_integer("context", context, 1), checked_integer("steps", steps, 1)
+        least = self.config.max_length or 0 if rows is None else checked_integer("rows", rows, 1, MAX_ROWS)
+        table = measure_costs(self.engine, self._trees(), sizes, context, steps, least)
         ranks = self.pair.view.ranks
         self._table = table if ranks is None else ranks.broadcast_from_rank0(table)
         self._policies.clear()
