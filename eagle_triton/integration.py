@@ -262,6 +262,7 @@ class _Assistants:
         last = self._last
         if last is None or last[0] != wanted or last[1].change():
             self._engine.check_model()  # from now on changes of the assistant are watched
+            self.clear()
             own = {} if wanted.model is None else {"assistant_model": wanted.model}
             drafting, read, copied = self._drafting(wanted, own)
             last = self._last = wanted, ModelWatch(own, read, copied), drafting
@@ -294,6 +295,11 @@ class _Assistants:
 
     def clear(self) -> None:
         """Forget the last draft."""
+        if self._last is not None:
+            _, watch, drafting = self._last
+            for ended in (watch, drafting.engine.watch):
+                if ended is not None:
+                    ended.close()
         self._last = None
 
 
@@ -419,6 +425,8 @@ def _patched(
         on_change()
         if patching.MARKER not in vars(model):
             engine.draft = loaded
+            if engine.watch is not None:
+                engine.watch.close()
             _RESTORED.add(model)
         if engine.draft is not None:
             engine.draft.forget()

@@ -445,7 +445,7 @@ def test_the_strategy_of_verification_is_an_option():
         with optimize_eagle_with_triton(model, verify_strategy=strategy) as (_, originals):
             texts[strategy] = model.generate(ids, **options)
             notes = [row.reason for row in originals.report() if row.path == "verification"]
-        assert notes == (["topp; lossless: False"] if strategy == "topp" else [])
+        assert notes == ([f"{strategy}; lossless: False"] if strategy in ("topp", "greedy") else [])
     assert torch.equal(texts["greedy"], model.generate(ids, max_new_tokens=20))
     assert not torch.equal(texts["target_match"], texts["rejection"])
     with pytest.raises(ValueError, match="verify_strategy must be one of target_match, rejection, greedy, topp"):

@@ -15,7 +15,14 @@ from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory import pages as pages_module
 from eagle_triton.engine.memory.mapped_memory import MappedMemory, can_map
-from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PagePool, SlotPages, prefix_keys
+from eagle_triton.engine.memory.pages import (
+    MAX_CACHE_TOKENS,
+    PAGE_ROWS,
+    CacheFullError,
+    PagePool,
+    SlotPages,
+    prefix_keys,
+)
 from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.prompt_queue import PromptQueue
@@ -451,12 +458,21 @@ def test_the_report_counts_what_was_found_and_restoring_gives_all_back():
     assert torch.equal(model.eagenerate(tokens, max_new_tokens=10), first)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "64"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "64", 10**12])
 def test_a_cache_of_no_size_is_refused(value):
     with pytest.raises((ValueError, TypeError), match="cache_tokens must be"):
         EAGLEConfig(cache_tokens=value)
     with pytest.raises((ValueError, TypeError), match="cache_tokens must be"):
         optimize_eagle_with_triton(tiny_model(), cache_tokens=value)
+
+
+def test_a_cache_without_memory_is_named():
+    model, message = tiny_model(), "no memory for .*; lower cache_tokens"
+    with (
+        optimize_eagle_with_triton(model, cache_tokens=MAX_CACHE_TOKENS),
+        pytest.raises(CacheFullError, match=message),
+    ):
+        model.eagenerate(torch.tensor([[1, 2, 3]]), max_new_tokens=3)
 
 
 # ------------------------------------------------------------------------------------------------- on a GPU

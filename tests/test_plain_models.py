@@ -584,6 +584,7 @@ ON_HOST = {
     "invalid values": dict(
         remove_invalid_values=True, logits_processor=[lambda ids, scores: scores.masked_fill(scores < 0, math.nan)]
     ),
+    "no token that is allowed": dict(suppress_tokens=[*range(VOCAB)]),
     "ends that differ": dict(**PADDED_ROWS, no_repeat_ngram_size=2),
     "rows": dict(**PADDED_ROWS, do_sample=True, typical_p=0.9, output_logits=True, return_dict_in_generate=True),
 }  # fmt: skip
@@ -622,6 +623,15 @@ def test_tokens_that_are_chosen_on_the_host_are_the_originals(how, draft):
     assert torch.equal(got, want)
     length = 0 if options["inputs"] is None else options["inputs"].shape[1]
     assert chosen == (want.shape[1] - length) * len(want)
+
+
+@pytest.mark.parametrize("forbids", [dict(suppress_tokens=[*range(VOCAB)]), dict(bad_words_ids=[[1], [2]])], ids=str)
+def test_a_call_in_which_no_token_is_allowed_raises_as_the_original_does(model, forbids):
+    if "bad_words_ids" in forbids:  # the end tokens are held back
+        ends = [token for token in range(VOCAB) if token not in (1, 2)]
+        forbids = dict(forbids, eos_token_id=ends, pad_token_id=PAD, min_new_tokens=2)
+    with optimize_with_triton(model), pytest.raises(RuntimeError, match="probability tensor"):
+        model.generate(PROMPT, do_sample=True, max_new_tokens=3, **forbids)
 
 
 def test_processors_are_called_as_the_original_calls_them_while_drafts_are_accepted(model):

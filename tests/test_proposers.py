@@ -130,7 +130,8 @@ def test_verification_is_that_of_the_configuration(model, strategy):
     eagle = EAGLEInference(None, model, options)
     assert eagle.config.verification.verify_strategy == strategy
     _, stats = eagle.generate(PROMPTS, 9, temperature=1.0, seed=1)
-    assert stats.lossless == (strategy != "topp")
+    assert stats.lossless == (strategy not in ("topp", "greedy"))
+    assert eagle.generate(PROMPTS, 9)[1].lossless
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,7 @@ def test_filters_change_nothing_at_temperature_0():
             calls(**wrong)
 
 
+FORBID_ALL = [(token, float("-inf")) for token in range(32)]
 WRONG = [
     (dict(temperature="hot"), TypeError, "temperature must be a number, got 'hot'"),
     (dict(temperature=True), TypeError, "temperature must be a number"),
@@ -111,6 +113,12 @@ WRONG = [
     (dict(logit_bias=5), TypeError, "logit_bias must map"),
     (dict(logit_bias={"x": 1.0}), TypeError, "logit_bias must map"),
     (dict(logit_bias={32: 1.0}), ValueError, "logit_bias: tokens must lie in 0..31"),
+    (dict(logit_bias=FORBID_ALL), ValueError, r"logit_bias: it forbids \(-inf\) all 32 tokens: leave"),
+    (
+        dict(logit_bias=FORBID_ALL[1:], stop_token_ids=0, min_new_tokens=2),
+        ValueError,
+        "all 32 tokens, beside the stop tokens before min_new_tokens=2",
+    ),
     (dict(logprobs=5), TypeError, "logprobs must be True or False, got 5"),
     (dict(progress=1), TypeError, "progress must be True or False"),
     (dict(baseline=None), TypeError, "baseline must be True or False"),
@@ -219,6 +227,9 @@ def test_no_sequence_passes_the_targets_positions():
     eagle = EAGLEInference(None, model, FIXED)
     free = EAGLEInference(None, tiny_model(), FIXED)
     prompts = [random_prompt(length)[0] for length in (20, 25, 9, 24)]
+    assert eagle.memory_bytes(rows=10**12) == eagle.memory_bytes(rows=24)
+    with eagle.session(rows=10**9) as session:
+        assert session.rows == 24
     rows, stats = eagle.generate(prompts, 60)
     assert [completion.finished for completion in stats.completions] == ["length", "error", "length", "length"]
     assert "25 tokens exceed the target's 24 positions" in stats.completions[1].error
@@ -263,6 +274,8 @@ def test_text_streams_as_strings(demo):
 def test_what_is_no_option_at_all_is_named():
     model = tiny_model(total_token=8, depth=3, top_k=2)
     eagle = EAGLEInference(None, model)
+    without_limit = EAGLEInference(None, tiny_model())
+    without_limit.pair = replace(without_limit.pair, max_positions=None)
     wrong = [
         (
             lambda: EAGLEInference(None, model, {"topk": 4}),
@@ -277,6 +290,14 @@ def test_what_is_no_option_at_all_is_named():
             "past_key_values must be what draft_step returned",
         ),
         (lambda: eagle.memory_bytes(-1), ValueError, "slots and rows must be at least 1, got -1"),
+        (lambda: eagle.measure_costs(()), ValueError, "batches: give at least one"),
+        (lambda: eagle.measure_costs((0,)), ValueError, "batches must be at least 1, got 0"),
+        (lambda: eagle.measure_costs(context=0), ValueError, "context must be at least 1, got 0"),
+        (lambda: eagle.measure_costs(steps=0), ValueError, "steps must be at least 1, got 0"),
+        (lambda: eagle.measure_costs(rows=-5), ValueError, "rows must lie in 1..1073741824, got -5"),
+        (lambda: eagle.session(rows=0), ValueError, "rows must lie in 1..1073741824, got 0"),
+        (lambda: eagle.session(rows=10**10), ValueError, "rows must lie in 1..1073741824, got 10000000000"),
+        (lambda: without_limit.session(1 << 30, 256), RuntimeError, "no memory for slots=256 .* rows=1073741824"),
         (lambda: eagle.generate(random_prompt(5), "3"), TypeError, "max_new_tokens must be an integer, got '3'"),
     ]
     for call, error, message in wrong:

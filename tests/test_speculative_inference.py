@@ -588,6 +588,14 @@ def test_stages_refuse_token_ids_by_name(argument, value, message):
             call()
 
 
+@pytest.mark.parametrize("index", [-1, 3])
+def test_candidates_that_a_tree_does_not_have_are_refused(index):
+    eagle = EAGLEInference(None, tiny_model(), EAGLEConfig(topk=1, num_draft_tokens=4))
+    parents, chosen = torch.tensor([[-1, 0, 1]] * 2), torch.tensor([[0, 1, index]] * 2)
+    with pytest.raises(ValueError, match=r"top_scores_index: candidates must lie in 0..2, got"):
+        eagle.verify_drafts(IDS, IDS, ROOT, parents, chosen)
+
+
 def test_a_draft_step_takes_a_row_for_each_sequence():
     eagle = EAGLEInference(None, tiny_model())
     with pytest.raises(ValueError, match="input_ids: expected a row for each of the 2 sequences .* got 1"):

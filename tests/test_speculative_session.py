@@ -49,6 +49,7 @@ def test_a_closed_session_refuses_everything_and_closes_again(eagle):
     index = session.submit(random_prompt(9)[0], 20)
     session.step()
     session.close()  # without a `with`
+    assert session.idle and not session.waiting
     calls = (lambda: session.submit([1], 2), session.step, session.advance, lambda: session.cancel(index))
     for call in (*calls, session.__enter__):
         with pytest.raises(RuntimeError, match="this session is closed"):
@@ -344,6 +345,9 @@ def test_preparing_makes_steps_of_all_sizes_and_is_not_counted(eagle):
         assert session.submit([1, 2, 3], 3) == 0
         with pytest.raises(RuntimeError, match="prepare: call it before the first request"):
             session.prepare()
+        for most in (0, -1, "2"):
+            with pytest.raises((ValueError, TypeError), match="^most must be"):
+                session.prepare(most)
         assert len(finish(session)[0].tokens) == 3
     del eagle.engine.step
 

@@ -583,7 +583,9 @@ def test_verification_counts_are_checked(options, error, message):
 
 def test_what_is_lossless_and_what_follows_the_tree():
     lossless = {pair for pair in itertools.product(VERIFY_STRATEGIES, ACCEPT_POLICIES) if Verification(*pair).lossless}
-    assert lossless == set(itertools.product(["target_match", "rejection", "greedy"], ["normal", "reject_all"]))
+    assert lossless == set(itertools.product(["target_match", "rejection"], ["normal", "reject_all"]))
+    assert Verification("greedy").keeps_output(sampled=False) and not Verification("greedy").keeps_output(sampled=True)
+    assert not Verification(accept_policy="accept_all").keeps_output(sampled=False)
     assert Verification().summary == "target_match; lossless: True"
     assert Verification("topp", verify_window=2).summary == "topp, window 2; lossless: False"
     for sampled in (False, True):

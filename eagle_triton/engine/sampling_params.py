@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -78,6 +78,11 @@ class SamplingParams:
         """`logit_bias` as sorted pairs: a token, and the number added to its logit."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
+
+    def forbids_all(self, vocabulary: int, held_back: Collection[int] = ()) -> bool:
+        """Whether the biases forbid every token, together with those that are held back."""
+        forbidden = {token for token, value in self.biases if value == -math.inf}.union(held_back)
+        return len(forbidden) >= vocabulary and all(token in forbidden for token in range(vocabulary))
 
     @property
     def greedy(self) -> bool:

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft
+from eagle_triton.engine.memory.pages import MAX_ROWS
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.families.reading.experts import STORED
@@ -42,6 +43,7 @@ from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.inference.statistics import Statistics
 from eagle_triton.inference.timing import Stopwatch, measure_costs
 from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
+from eagle_triton.options import candidates_of
 from eagle_triton.values import check_switches, checked_integer
 
 log = logging.getLogger(__name__)
@@ -81,9 +83,8 @@ class EAGLEInference:
     """Decodes with a target and a draft: several times as fast as the target alone, with the same output.
 
     Greedy output equals the target's own, token for token; so does sampled output with a seed and the default
-    verify_strategy. Sampled output has the target's own distribution, or with verify_strategy="greedy" is its argmax.
-    (All this if `config.verification.lossless`.) One call runs at a time. `statistics` adds up all calls until
-    `reset_statistics`.
+    verify_strategy. Sampled output has the target's own distribution if `config.verification.lossless`. One call runs
+    at a time. `statistics` adds up all calls until `reset_statistics`.
     """
 
     def __init__(
@@ -355,12 +356,12 @@ class EAGLEInference:
         """An open batch: `submit` requests at any time, `step` for their pieces. Use as a context manager.
 
         rows: the most tokens of a sequence, prompt included; None takes config.max_length, which must then be set.
-        slots: None takes config.slots. report_drafts: as for `stream`. If ranks share the target, each opens the same
-        session; requests go to rank 0, and the others `follow` (`SharedSession`). Raises ValueError if neither rows nor
-        max_length is set.
+        More than the target's positions have no effect. slots: None takes config.slots. report_drafts: as for `stream`.
+        If ranks share the target, each opens the same session; requests go to rank 0, and the others `follow`
+        (`SharedSession`). Raises ValueError if neither rows nor max_length is set.
         """
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
-        rows = self.config.max_length if rows is None else checked_integer("rows", rows)
+        rows = self.config.max_length if rows is None else checked_integer("rows", rows, 1, MAX_ROWS)
         slots = self.config.slots if slots is None else checked_integer("slots", slots)
         self.config.changed(slots=slots)  # checks them
         if rows is None:
@@ -461,6 +462,11 @@ class EAGLEInference:
         self._check_ids(input_ids)
         self._check_roots(verified_id, input_ids)
         check_token_ids("draft_tokens", draft_tokens, (len(input_ids), "N - 1"), self.pair.view.vocab_size)
+        if isinstance(top_scores_index, Tensor) and top_scores_index.numel():
+            least, most = int(top_scores_index.min()), int(top_scores_index.max())
+            last = candidates_of(self.config.topk, self.config.num_steps) - 1
+            if not 0 <= least <= most <= last:
+                raise ValueError(f"top_scores_index: candidates must lie in 0..{last}, got {least}..{most}")
         tree = (draft_tokens, verified_id, parent_list, top_scores_index)
         self._check_same_on_all_ranks(
             "what is called, here verify_drafts,", [list(input_ids.shape), list(draft_tokens.shape)]
@@ -477,9 +483,14 @@ class EAGLEInference:
 
         batches: numbers of slots to time; context: tokens of the random prompts; rows: the most tokens of later
         sequences (default config.max_length), which can then use the graphs captured here. Save the table with
-        `CostTable.write([table], path)`, and load it as `EAGLEInference(..., costs=CostTable.read(path))`.
+        `CostTable.write([table], path)`, and load it as `EAGLEInference(..., costs=CostTable.read(path))`. Raises
+        TypeError or ValueError for numbers that are no integers or too small.
         """
-        table = measure_costs(self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0)
+        if not (sizes := [checked_integer("batches", size, 1) for size in batches]):
+            raise ValueError("batches: give at least one number of slots")
+        context, steps = checked_integer("context", context, 1), checked_integer("steps", steps, 1)
+        least = self.config.max_length or 0 if rows is None else checked_integer("rows", rows, 1, MAX_ROWS)
+        table = measure_costs(self.engine, self._trees(), sizes, context, steps, least)
         ranks = self.pair.view.ranks
         self._table = table if ranks is None else ranks.broadcast_from_rank0(table)
         self._policies.clear()
@@ -514,6 +525,7 @@ class EAGLEInference:
         rows = self.config.max_length or 2048 if rows is None else checked_integer("rows", rows)
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
+        rows = min(rows, self.pair.max_positions or rows)
         largest = max([*self._trees(), PLAIN], key=lambda tree: tree.nodes)
         return stages.memory_bytes(self.engine, largest, slots, rows)
 

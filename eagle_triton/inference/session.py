@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.grammar import Grammar
-from eagle_triton.engine.memory.pages import CacheFullError
+from eagle_triton.engine.memory.pages import CacheFullError, is_out_of_memory
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Piece, Request, RunningRequest, TopTokens
@@ -31,7 +31,7 @@ from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.statistics import Statistics
 from eagle_triton.inference.text import TextStream
 from eagle_triton.models.checks import check_positions
-from eagle_triton.values import check_switches
+from eagle_triton.values import check_switches, checked_integer
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class Session:
         piece, if there is a tokenizer; False makes it only for completions and for stop strings. config: the default
         sampling of requests. Raises RuntimeError if the engine is busy.
         """
+        rows = min(rows, max_positions or rows)  # tables take memory for each row
         self.policy, self.tokenizer, self.rows = policy, tokenizer, rows
         self.statistics = Statistics()  # of ended requests
         self.steps = self.tokens = 0  # so far, of all requests
@@ -141,16 +142,22 @@ class Session:
         largest = (
             max(policy.trees, key=lambda tree: scratch_rows(tree, engine.draft)) if policy else PLAIN
         )  # the cache needs room for each
-        self._batch = Batch(
-            engine,
-            slots,
-            largest,
-            rows,
-            logprobs=logprobs,
-            report_drafts=report_drafts,
-            drafts=policy is not None,
-            prompt_tokens=self._config.prompt_tokens,
-        )
+        try:
+            self._batch = Batch(
+                engine,
+                slots,
+                largest,
+                rows,
+                logprobs=logprobs,
+                report_drafts=report_drafts,
+                drafts=policy is not None,
+                prompt_tokens=self._config.prompt_tokens,
+            )
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            message = f"no memory for slots={slots} sequences of rows={rows} tokens: give fewer. {error}"
+            raise type(error)(message) from error
 
     def __enter__(self) -> Session:
         self._check_open()
@@ -164,6 +171,8 @@ class Session:
         if not self._closed:
             self._closed = True
             self._batch.close()
+            for dropped in (self._waiting, self._running, self._undelivered):
+                dropped.clear()
 
     @property
     def idle(self) -> bool:
@@ -208,7 +217,7 @@ class Session:
         if self._ranks is not None and request.sampling.grammar is not None:
             raise ValueError("grammar: it is not supported over several ranks (tp_plan): leave it out")
         self._submitted += 1  # even if this fails
-        length, room = len(request.prompt), min(self.rows, self._positions or self.rows) - len(request.prompt)
+        length, room = len(request.prompt), self.rows - len(request.prompt)
         limit = max(min(request.max_new_tokens, room), 0)
         request = replace(request, max_new_tokens=limit, min_new_tokens=min(request.min_new_tokens, limit))
         running = RunningRequest(request, self._submitted - 1)
@@ -277,9 +286,11 @@ class Session:
         captured before the first step that needs it.
 
         Shows a progress bar at a terminal, and logs the time. Statistics and the policy do not count these steps.
-        Raises RuntimeError unless the session is idle, or if it is closed.
+        Raises RuntimeError unless the session is idle, or if it is closed; TypeError or ValueError for a wrong `most`.
         """
         self._check_open()
+        if most is not None:
+            most = checked_integer("most", most, 1, kind="an integer or None")
         if not self.idle:
             raise RuntimeError("prepare: call it before the first request is submitted, or after all have ended")
         slots = self._batch.sequences.slots
@@ -408,7 +419,7 @@ class Session:
         self._waiting.remove(running)
         statistics = running.completion.statistics
         statistics.add_prefill(len(running.request.prompt), running.cached_tokens)
-        statistics.lossless = self._batch.verification.lossless
+        statistics.lossless = self._batch.verification.keeps_output(not running.request.sampling.greedy)
 
     def _set_tree(self, requests: Sequence[RunningRequest]) -> None:
         if self.policy is None:

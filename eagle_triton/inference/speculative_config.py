@@ -120,8 +120,8 @@ class VerifyStrategy(_Name):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution; with greedy, its argmax."""
-        return self is not VerifyStrategy.TOPP
+        """Whether sampled output follows the target's distribution."""
+        return self not in (VerifyStrategy.TOPP, VerifyStrategy.GREEDY)
 
 
 class AcceptPolicy(_Name):
@@ -299,7 +299,7 @@ class SpeculativeConfig:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution; with greedy, its argmax."""
+        """Whether sampled output follows the target's distribution."""
         return VerifyStrategy.of(self.verify_strategy).lossless and self.accept_policy != AcceptPolicy.ACCEPT_ALL
 
     def check_slots(self, slots: int) -> None:

@@ -112,7 +112,7 @@ class Statistics(Mapping[str, Any]):
     attribute is None, and the key gives a `NotMeasured`, which prints as "n/a". Further attributes: steps, plain_steps
     (without drafts), prefills, prompt_tokens, found_tokens (of the prompts, in kept pages), seconds, histogram {drafts
     accepted: steps that drafted}, positions, lossless (False if the verification of a request changed the target's
-    output distribution).
+    output or its distribution).
     """
 
     def __init__(self) -> None:

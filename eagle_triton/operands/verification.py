@@ -74,8 +74,8 @@ class Verification:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution; with greedy, its argmax."""
-        return self.verify_strategy != "topp" and self.accept_policy != "accept_all"
+        """Whether sampled output follows the target's distribution."""
+        return self.verify_strategy not in ("topp", "greedy") and self.accept_policy != "accept_all"
 
     @property
     def summary(self) -> str:
@@ -83,6 +83,10 @@ class Verification:
         words = [self.verify_strategy, *([self.accept_policy] if self.accept_policy != "normal" else [])]
         words += [f"window {self.verify_window}"] if self.verify_window else []
         return f"{', '.join(words)}; lossless: {self.lossless}"
+
+    def keeps_output(self, sampled: bool) -> bool:
+        """Whether a sequence's output is that of the target alone, or follows its distribution if it is sampled."""
+        return self.lossless if sampled else self.accept_policy != "accept_all"
 
     def follows_tree(self, sampled: bool) -> bool:
         """Whether a sequence's tokens depend on the drafts, and not only on target, options and seed."""

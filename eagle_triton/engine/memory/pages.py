@@ -29,14 +29,25 @@ _GROWTH = 1.5  # growth factor of memory that moves; large, so that it moves rar
 _MIN_BYTES, _SHARE = 1 << 25, 32  # memory that does not move grows by the larger of 32 MiB and 1/32
 
 
+MAX_ROWS, MAX_CACHE_TOKENS = 1 << 30, PAGE_ROWS << 30
+"""The most rows of a sequence and tokens of a cache: kernels count rows and pages in 32 bits."""
+
+
 def check_cache_tokens(tokens: int | None) -> None:
-    """Raise TypeError or ValueError unless `tokens` is a positive integer or None."""
+    """Raise TypeError or ValueError unless `tokens` is a positive integer that is not too large, or None."""
     if tokens is None:
         return
     if isinstance(tokens, bool) or not isinstance(tokens, int):
         raise TypeError(f"cache_tokens must be an integer or None, got {tokens!r}")
     if tokens < 1:
         raise ValueError(f"cache_tokens must be at least 1, got {tokens}")
+    if tokens > MAX_CACHE_TOKENS:
+        raise ValueError(f"cache_tokens must be at most {MAX_CACHE_TOKENS}, got {tokens}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch had no memory for a tensor. On a CPU it has no class of errors for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 class CacheFullError(RuntimeError):
@@ -258,14 +269,17 @@ class PagePool:
             raise CacheFullError(
                 f"{missing} more pages ({PAGE_ROWS} rows) do not fit into a cache of {self.limit} pages"
             )
-        failure: torch.OutOfMemoryError | None = None
+        failure: RuntimeError | None = None
         try:
             larger = [memory.resized(pages, self._pages) for memory in memories]
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             failure = error
         if reason := next(filter(None, self._all_gather_object(failure and str(failure))), None):
             self._growth_failed = True
-            raise CacheFullError(f"no memory for {pages} pages of {PAGE_ROWS} rows: {reason}") from failure
+            remedy = "" if self.limit is None else "; lower cache_tokens, or leave it out"
+            raise CacheFullError(f"no memory for {pages} pages of {PAGE_ROWS} rows: {reason}{remedy}") from failure
         for memory, data in zip(memories, larger, strict=True):
             memory.replace(data)
         if moves:

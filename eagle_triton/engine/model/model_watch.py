@@ -109,9 +109,10 @@ def interference(root: nn.Module, path: str) -> str | None:
             continue
         if not _is_forward_of(module, vars(module).get("forward")):
             return f"{where}.forward was replaced on this instance, and the replacement would not run"
-        source = type(module).forward.__module__ or ""
-        if not (f"{source}.".startswith(SOURCES) or (own and f"{source}.".startswith(f"{own}."))):
-            return f"{where} is a {type(module).__name__} with a forward of {source}, which would not run"
+        for name in ("forward", "__call__"):
+            source = getattr(type(module), name).__module__ or ""
+            if not (f"{source}.".startswith(SOURCES) or (own and f"{source}.".startswith(f"{own}."))):
+                return f"{where} is a {type(module).__name__} with a {name} of {source}, which would not run"
     return None
 
 
@@ -135,9 +136,13 @@ class ModelWatch:
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
         self._with_dropout = [part for part in self._read if part.constants.get("attention_dropout")]
         self._fast_facts = _FastFacts(self._read, [module for _, module in self._called])
-        self._optimizer_steps = _count_optimizer_steps(self)
+        self._optimizer_steps, self._stop_counting = _count_optimizer_steps(self)
         self._as_read = self._facts()
         self._checked = self._fast_facts.tensors, self._fast_facts.addresses
+
+    def close(self) -> None:
+        """Count steps of optimizers no longer. May be called again."""
+        self._stop_counting()
 
     def change(self) -> str | None:
         """A sentence about the first part that was replaced, moved, cast or hooked, or that has active dropout; None:
@@ -243,7 +248,7 @@ class _FastFacts:
         yield [*_each(self._own, "forward")]
         classes = list[Any](map(type, self._modules))
         yield classes
-        yield {kind: kind.forward for kind in {*classes}}
+        yield {kind: (kind.forward, kind.__call__) for kind in {*classes}}
         for owners in (self._own, self._called):
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 yield [*chain.from_iterable(_each_filled(owners, name))]  # the hooks' numbers, which are unique
@@ -281,14 +286,15 @@ class _Part:
     config: Any
     own_forward: Callable | None
     class_forward: Callable
+    class_call: Callable
 
     @staticmethod
     def of(path: str, module: nn.Module) -> _Part:
-        values, of_class = vars(module), type(module).forward
+        values, of_class = vars(module), (type(module).forward, type(module).__call__)
         watched = MODULE_FIELDS - {"top_k"} if any(hasattr(module, name) for name in TREE_SIZES) else MODULE_FIELDS
         constants = {k: value for k, value in values.items() if type(value) is float or k in watched}
         children, config, own = [*module._modules.values()], values.get("config"), values.get("forward")
-        return _Part(path, module, children, _addresses(module), constants, config, own, of_class)
+        return _Part(path, module, children, _addresses(module), constants, config, own, *of_class)
 
     def change(self) -> str | None:
         module = self.module
@@ -314,21 +320,22 @@ class _Part:
         replaced = forward is not self.own_forward and not _is_forward_of(module, forward)
         if replaced or type(module).forward is not self.class_forward:
             return f"{self.path}.forward was replaced"
+        if type(module).__call__ is not self.class_call:
+            return f"{self.path}.__call__ was replaced"
         if (module._forward_hooks or module._forward_pre_hooks) and (hook := _hook(module)):
             return f"{self.path} has got {hook}, which would not run"
         return None
 
 
-def _count_optimizer_steps(watch: ModelWatch) -> list[int]:
-    """The number of steps of torch's optimizers from now on, as long as the watch lives."""
+def _count_optimizer_steps(watch: ModelWatch) -> tuple[list[int], Callable[[], object]]:
+    """The number of steps of torch's optimizers from now on, and what ends the counting, as the watch's end does."""
     steps = [0]
 
     def count(*_: Any) -> None:
         steps[0] += 1
 
     hook = register_optimizer_step_post_hook(count)
-    weakref.finalize(watch, hook.remove)
-    return steps
+    return steps, weakref.finalize(watch, hook.remove)
 
 
 def _version(tensor: Tensor) -> int:

@@ -60,6 +60,9 @@ def check_numbers(request: Request, vocabulary: int) -> None:
         raise ValueError(f"min_new_tokens must lie in 0..{most} (max_new_tokens), got {least}")
     if unknown := [token for token, _ in request.sampling.biases if token >= vocabulary]:
         raise ValueError(f"logit_bias: tokens must lie in 0..{vocabulary - 1}, got {unknown!s:.60}")
+    if request.sampling.forbids_all(vocabulary, request.stop_ids if least else ()):
+        beside = f", beside the stop tokens before min_new_tokens={least}" if least else ""
+        raise ValueError(f"logit_bias: it forbids (-inf) all {vocabulary} tokens{beside}: leave at least one")
 
 
 def refuses_grammars(verification: Verification) -> str | None:

@@ -157,6 +157,9 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     if held_back and {token for token in held_ids if token >= 0} != stop_ids:
         for_host.append("a minimal length of other tokens than stopping_criteria look at")
 
+    if sampling.forbids_all(vocabulary, held_ids if held_back else ()):  # each way of decoding has its own end for it
+        for_host.append("no token that is allowed")
+
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
     if wanted and config.output_scores and not all(type(rule) in BLIND for rule in rules):
         for_host.append("output_scores that stopping_criteria may look at")
