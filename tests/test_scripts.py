@@ -82,6 +82,7 @@ REFUSED = {
         ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ("--max-length 1", "--max-length must be a whole number from 2 to"),
         ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
+        ("batches --max-length 1", "--max-length must be a whole number from 2 to 10000000, got '1'"),
         ("--num-runs 99999", f"--num-runs {NUMBER} 10000, got '99999'"),
         ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
         ("--prompt x --num-runs 3", "--num-runs must be 1 with --prompt, which is one prompt, got 3"),

@@ -34,6 +34,7 @@ from eagle_triton.benchmarks.modes import (
     EVERYWHERE,
     MODES,
     OF_A_BLOCK,
+    OF_STEPS,
     OF_THE_HEAD,
     OPTIONS,
     SHAPES,
@@ -143,6 +144,8 @@ def _parser(name: str, named: bool, program: str) -> Parser:
         parser.description = usage.replace("2 benchmark.py", f"2 {'' if script else '--no-python '}{program}")
     own = {*mode.defaults, *mode.on_cpu}  # the summary has their defaults
     changes = {dest: {"help": OPTIONS[option_of(dest)]["help"].partition(" (default")[0]} for dest in own}
+    if name in OF_STEPS:
+        changes["max_length"] = {**changes.get("max_length", {}), "type": command_line.whole(2)}
     add_options(parser, f"{mode.names} {EVERYWHERE}", **changes)
     parser.set_defaults(**{**mode.defaults, **dict.fromkeys(mode.on_cpu)})
     return parser
