@@ -27,7 +27,7 @@ import usage_example
 from eagle_triton import EaModel, command_line, devices
 from eagle_triton.benchmarks import main as modes
 from eagle_triton.benchmarks.modes import SHAPES
-from eagle_triton.benchmarks.question_file import Question
+from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, Question
 from eagle_triton.cli import ablation, environment, main
 from eagle_triton.cli.settings import MAX_SEED
 from eagle_triton.command_line import Parser
@@ -47,6 +47,7 @@ SCRIPTS = (
     "run_tests.py",
     *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")),
 )
+QUESTIONS = shlex.quote(str(OWN_QUESTIONS))
 NUMBER = "must be a whole number from 1 to"
 UNKNOWN = "is no argument of this command; its options are --help"
 MISSPELT = "is no argument of this command; did you mean"
@@ -124,7 +125,9 @@ REFUSED = {
         ("--upstream nowhere", "--upstream must be a directory, and nowhere does not exist"),
         ("--plot picture.xyz", "--plot must end with .png or .svg or .pdf, got 'picture.xyz'"),
         ("--csv folder", "--csv must be a file, and folder is not one"),
-        ("--csv both --output both", "--csv must be another file than --output, got 'both' for both"),
+        ("--csv both --output both", "--csv must be another file than --output, got 'both', which is the same"),
+        ("--csv folder/../both --output both", "--csv must be another file than --output, got 'folder/../both'"),
+        (f"questions --questions {QUESTIONS} --output {QUESTIONS}", "--output must be another file than --questions"),
         ("serve --url http://127.0.0.1:9 --no-speculation", "--no-speculation must come without --url"),
         ("serve --goodput ttft", "--goodput must be ttft:MS, tpot:MS or e2el:MS, got 'ttft'"),
         ("serve --input-len 9-5", "--input-len must be N or N-M"),
@@ -216,6 +219,7 @@ REFUSED = {
         ("--processor multinomial -1", "--processor: temperature must be a finite number at least 0,"),
         ("--out .", "--out must be a file, and . is not one"),
         ("--trace ablation_results.csv", "--trace must be another file than --out"),
+        ("--trace ./a.csv.jsonl --out a.csv", "--trace must be another file than a.csv.jsonl, which holds the results"),
         ("--plot p.bmp", "--plot must end with .png or .svg or .pdf, got 'p.bmp'"),
         ("--groups nasd,suffix --drafter .", "--drafter is not read by --groups nasd,suffix, but by "),
         ("--groups egag --drafter . --head .", "--head is not read by --groups egag, but by eagle, h"),

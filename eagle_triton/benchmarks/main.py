@@ -170,7 +170,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         _check_serve(parser, args)
     if getattr(args, "target_weights", None) and getattr(args, "upstream", None):
         parser.error("--upstream must come without --target-weights: it has no quantised weights")
-    check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot, results=getattr(args, "results", None))
+    files = {name: getattr(args, name, None) for name in ("questions", "output", "csv", "plot", "results")}
+    check_outputs(parser, **files)
 
 
 def _check_questions(parser: Parser, args: argparse.Namespace) -> None:

@@ -54,7 +54,7 @@ def run(command: str, argv: list[str], program: str) -> int:
     """Run one command. program: the name in help and errors. Returns the exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # it was closed
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run like Ctrl-C
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
