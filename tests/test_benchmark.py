@@ -455,25 +455,37 @@ def test_a_file_that_cannot_be_written_after_all_costs_no_figure(option, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "told", "code"),
     [
-        (ValueError("parity: no"), "STOPPED, FIGURES ARE MISSING: parity: no"),
-        (torch.OutOfMemoryError("full"), "STOPPED, FIGURES ARE MISSING: full"),
-        (KeyError("a bug"), "STOPPED, FIGURES ARE MISSING: 'a bug'"),
-        (KeyboardInterrupt(), "INTERRUPTED, FIGURES ARE MISSING"),
+        (ValueError("parity: no"), "STOPPED, FIGURES ARE MISSING: parity: no", 1),
+        (torch.OutOfMemoryError("full"), "STOPPED, FIGURES ARE MISSING: full", 1),
+        (KeyError("a bug"), "STOPPED, FIGURES ARE MISSING: 'a bug'", None),
+        (KeyboardInterrupt(), "INTERRUPTED, FIGURES ARE MISSING", 130),
     ],
     ids=["refused", "memory", "bug", "interrupt"],
 )
-def test_what_was_measured_before_a_failure_is_kept(error, told, tmp_path, monkeypatch, capsys):
+def test_what_was_measured_before_a_failure_is_kept(error, told, code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(operations, "measure", some_rows(error))
     monkeypatch.setattr(operations, "text", lambda rows: f"the table of {len(rows)} rows")
     file = tmp_path / "kept.json"
-    bug = isinstance(error, KeyError)
-    with pytest.raises(KeyError) if bug else contextlib.nullcontext():
-        assert benchmark.main(["operations", "--device", "cpu", "--output", str(file)]) == 1
+    with pytest.raises(KeyError) if code is None else contextlib.nullcontext():
+        assert benchmark.main(["operations", "--device", "cpu", "--output", str(file)]) == code
     assert "the table of 1 rows" in capsys.readouterr().out
     record = json.loads(file.read_text())
     assert len(record["rows"]) == 1 and record["notes"][0] == f"FAIL: {told}"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, KeyboardInterrupt])
+def test_a_run_without_figures_leaves_the_files_of_an_earlier_one(error, tmp_path, monkeypatch, capsys):
+    def measure(args, rows, notes):
+        raise error("early")
+
+    monkeypatch.setattr(operations, "measure", measure)
+    file = tmp_path / "kept.json"
+    file.write_text("figures")
+    with pytest.raises(SystemExit if error is ValueError else error):
+        benchmark.main(["operations", "--device", "cpu", "--output", str(file)])
+    assert file.read_text() == "figures" and not capsys.readouterr().out
 
 
 def test_an_interrupted_generate_keeps_the_original(monkeypatch, capsys):
@@ -481,7 +493,7 @@ def test_an_interrupted_generate_keeps_the_original(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "optimize_eagle_with_triton", interrupt)
-    record = recorded(capsys, *MODES["generate"], code=1)
+    record = recorded(capsys, *MODES["generate"], code=130)
     assert [row["variant"] for row in record["rows"]] == ["original"] and "INTERRUPTED" in record["notes"][0]
 
 

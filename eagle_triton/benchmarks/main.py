@@ -94,11 +94,17 @@ def _measure(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
     try:
         mode.measure(args, rows, notes)
     except KeyboardInterrupt:
+        if not rows:  # files of an earlier run stay as they are
+            raise
         notes.insert(0, "FAIL: INTERRUPTED, FIGURES ARE MISSING")
+        _publish(parser, mode, args, rows, notes)
+        return 130
     except Exception as error:
         expected = isinstance(error, ValueError | OutOfMemoryError)  # from the model, the checkout or the options
         if expected and not rows:
             parser.stop(sentence(error))
+        if not rows:
+            raise
         notes.insert(0, f"FAIL: STOPPED, FIGURES ARE MISSING: {sentence(error)}")
         if not expected:
             _publish(parser, mode, args, rows, notes)
