@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -588,6 +589,20 @@ def test_attention_is_tuned_from_what_it_is():
     assert [(other.block_n, other.streamed) for other in tiles] == [(use.block_n, True)]  # block_t is no more
     stages = list(tuned_attention.candidates(argparse.Namespace(**{**given, "num_stages": [2], "streamed": [1]}), use))
     assert [(other.num_stages, other.streamed) for other in stages] == [(3, True), (2, False)]
+
+
+# --- Ctrl-C
+
+
+@pytest.mark.parametrize("name", ["setup_env.py", "run_tests.py", "integration_test.py", "benchmark.py", "infer.py"])
+def test_ctrl_c_is_no_traceback(name, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    assert ended.value.code == 130
 
 
 # --- usage_example.py
