@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eagle_triton.command_line import Parser
+from eagle_triton.command_line import Parser, run_program
 
 ROOT = Path(__file__).resolve().parent
 CPUS = os.cpu_count() or 1
@@ -61,4 +61,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

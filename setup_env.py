@@ -78,15 +78,16 @@ def install(directory: Path, constraints: Path, extra_no_deps: list[str], verbos
             log(f"{directory} was made by Python {state.split()[0]} and is made again by {python_series()}")
         shutil.rmtree(directory)
 
+    torch_spec = os.environ.get("EAGLE_TRITON_TORCH_SPEC")
+    torch = torch_requirement(torch_spec)
     directory.mkdir(parents=True, exist_ok=True)
     stamp.write_text(UNFINISHED)
     if not python.exists():
         create_environment(directory)
-    torch_spec = os.environ.get("EAGLE_TRITON_TORCH_SPEC")
     if sys.platform == "linux" and not torch_spec and environment.inspect_driver()["driver"] is None:
         log("no NVIDIA driver here: EAGLE_TRITON_TORCH_SPEC can choose a torch without CUDA (see --help)")
     # torch first and alone, so that the build chosen here is in place when the other packages ask for one.
-    pip(python, "-c", str(constraints), *torch_requirement(torch_spec), verbose=verbose)
+    pip(python, "-c", str(constraints), *torch, verbose=verbose)
     pip(python, "-c", str(constraints), "-e", f"{ROOT}[test,benchmark,dev,cli,serve]", verbose=verbose)
     if extra_no_deps:
         pip(python, "--no-deps", *extra_no_deps, verbose=verbose)
@@ -223,9 +224,11 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         return subprocess.run([str(python), *options.run]).returncode
     except (SetupError, OSError, subprocess.SubprocessError) as error:
+        if command_line.is_unwritten(error):
+            raise  # run_program says it
         log(str(error))
         return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run_program(main))

@@ -385,14 +385,14 @@ def check_device(parser: Parser, name: str | None, only_gpu: bool = False) -> No
 
 
 def check_outputs(parser: argparse.ArgumentParser, **paths: Path | None) -> None:
-    """Refuse two outputs that name one file, and pictures without matplotlib."""
+    """Refuse two files that are one, by whatever path, and pictures without matplotlib."""
     seen: dict[Path, str] = {}
     for name, path in paths.items():
         if path is None:
             continue
-        first = seen.setdefault(path.absolute(), name)
+        first = seen.setdefault(path.resolve(), name)
         if first != name:
-            parser.error(f"--{name} must be another file than --{first}, got {str(path)!r} for both")
+            parser.error(f"--{name} must be another file than --{first}, got {str(path)!r}, which is the same")
     if paths.get("plot") and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
 

@@ -7,13 +7,15 @@ import io
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from eagle_triton import EaModel, optimize_with_triton
-from eagle_triton.benchmarks import drafters, generate, models, operations, step, timing
+from eagle_triton.benchmarks import drafters, egag, generate, models, operations, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import fix_acceptance, launch_scheduled_path, scheduled_path
 from eagle_triton.benchmarks.cases.case import Case, Provider
@@ -453,25 +455,37 @@ def test_a_file_that_cannot_be_written_after_all_costs_no_figure(option, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "told", "code"),
     [
-        (ValueError("parity: no"), "STOPPED, FIGURES ARE MISSING: parity: no"),
-        (torch.OutOfMemoryError("full"), "STOPPED, FIGURES ARE MISSING: full"),
-        (KeyError("a bug"), "STOPPED, FIGURES ARE MISSING: 'a bug'"),
-        (KeyboardInterrupt(), "INTERRUPTED, FIGURES ARE MISSING"),
+        (ValueError("parity: no"), "STOPPED, FIGURES ARE MISSING: parity: no", 1),
+        (torch.OutOfMemoryError("full"), "STOPPED, FIGURES ARE MISSING: full", 1),
+        (KeyError("a bug"), "STOPPED, FIGURES ARE MISSING: 'a bug'", None),
+        (KeyboardInterrupt(), "INTERRUPTED, FIGURES ARE MISSING", 130),
     ],
     ids=["refused", "memory", "bug", "interrupt"],
 )
-def test_what_was_measured_before_a_failure_is_kept(error, told, tmp_path, monkeypatch, capsys):
+def test_what_was_measured_before_a_failure_is_kept(error, told, code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(operations, "measure", some_rows(error))
     monkeypatch.setattr(operations, "text", lambda rows: f"the table of {len(rows)} rows")
     file = tmp_path / "kept.json"
-    bug = isinstance(error, KeyError)
-    with pytest.raises(KeyError) if bug else contextlib.nullcontext():
-        assert benchmark.main(["operations", "--device", "cpu", "--output", str(file)]) == 1
+    with pytest.raises(KeyError) if code is None else contextlib.nullcontext():
+        assert benchmark.main(["operations", "--device", "cpu", "--output", str(file)]) == code
     assert "the table of 1 rows" in capsys.readouterr().out
     record = json.loads(file.read_text())
     assert len(record["rows"]) == 1 and record["notes"][0] == f"FAIL: {told}"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, KeyboardInterrupt])
+def test_a_run_without_figures_leaves_the_files_of_an_earlier_one(error, tmp_path, monkeypatch, capsys):
+    def measure(args, rows, notes):
+        raise error("early")
+
+    monkeypatch.setattr(operations, "measure", measure)
+    file = tmp_path / "kept.json"
+    file.write_text("figures")
+    with pytest.raises(SystemExit if error is ValueError else error):
+        benchmark.main(["operations", "--device", "cpu", "--output", str(file)])
+    assert file.read_text() == "figures" and not capsys.readouterr().out
 
 
 def test_an_interrupted_generate_keeps_the_original(monkeypatch, capsys):
@@ -479,7 +493,7 @@ def test_an_interrupted_generate_keeps_the_original(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "optimize_eagle_with_triton", interrupt)
-    record = recorded(capsys, *MODES["generate"], code=1)
+    record = recorded(capsys, *MODES["generate"], code=130)
     assert [row["variant"] for row in record["rows"]] == ["original"] and "INTERRUPTED" in record["notes"][0]
 
 
@@ -569,6 +583,36 @@ def test_drafters_of_the_demo_have_a_block_drafter(ran):
     rows = {(row["work"], row["variant"]): row for row in ran("drafters").record["rows"]}
     assert all(rows["prose", variant]["passes"] == 1 for variant in ("block", "block_tree"))
     assert rows["prose", "block_tree"]["tau"] > 1.5
+
+
+def test_a_variant_that_cannot_run_is_left_out_alone(monkeypatch):
+    """Also one whose answers ended before a step. Nothing is left to compare with if it is the first."""
+    stepped, ended = ([Answer("", (0, 0), "", (Step((0,)),) * steps, 2.0, 1.0)] for steps in (2, 1))
+    outcomes = {"plain": stepped, "head": ValueError("no head"), "ngram": ended, "suffix": stepped}
+
+    def decode(inference, rows, prompts, new, run, warm, stop):
+        outcome = outcomes[run.args[0]]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(drafters, "decode", decode)
+    _, args = benchmark._parse(["drafters", "--max-length", "2"])
+    variants = dict.fromkeys(["plain", "head", "ngram", "suffix"], lambda: SimpleNamespace(pair=MagicMock()))
+    notes: list[str] = []
+    *_, found = drafters.compare(variants, {"prose": [[1]]}, args, notes)
+    rows = drafters.figures("prose", found["prose"])
+    assert [row["variant"] for row in rows] == ["plain", "suffix"]
+    assert notes == [
+        "FAIL: head is left out: no head",
+        "FAIL: ngram is left out: prose: no answer took a step, each ended with its first token",
+    ]
+    assert drafters._judge(rows + [row | {"work": "warm"} for row in rows]) == [
+        "warm: suffix 1.00 x its tokens per step on prose"
+    ]
+    assert egag._judge([row | {"variant": name} for row in rows for name in ("plain", "2 drafts")]) == []
+    with pytest.raises(ValueError, match="no head"):
+        list(drafters.compare({"head": variants["head"]}, {"prose": [[1]]}, args, notes))
 
 
 def test_a_row_of_drafters_fits_itself():

@@ -671,6 +671,25 @@ def test_generate_takes_a_prompt_from_a_pipe(with_demo, monkeypatch, capsys, dem
     assert capsys.readouterr().out == demo.decode("target", ids, Settings(length=4)).text + "\n"
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_pipe_is_read_as_utf_8_in_any_locale(command, with_demo, monkeypatch, capsys):
+    lines = "# caf\u00e9\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode()), encoding="latin-1"))
+    asked = []
+    monkeypatch.setattr(Conversation, "ids", lambda self, prompt, tokenizer: asked.append(prompt) or [1])
+    assert main.main([command, "--device", "cpu"]) == 0
+    assert set(asked) == {lines if command == "generate" else lines.rstrip("\n")}
+
+
+def test_closed_streams_are_empty_ones(with_demo, monkeypatch, capsys):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main.main(["chat", "--device", "cpu"]) == 0
+    assert main.main(["generate", "import os", "--max-new-tokens", "3", "--device", "cpu"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["generate", "--device", "cpu"])
+
+
 def test_generate_hands_on_what_it_was_told(with_demo, demo, monkeypatch, capsys):
     asked = []
     decode = demo.decode

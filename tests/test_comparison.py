@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from eagle_triton.comparison.answer import Answer, Step, from_json, to_json
 from eagle_triton.comparison.figures import Totals, differing
-from eagle_triton.comparison.result_file import Result, ResultFile
+from eagle_triton.comparison.result_file import OtherRunError, Result, ResultFile
 
 STEPS = (Step((1,)), Step((2, 3), 1, 4, (2, 9, 9, 9), 0.5, 0.25, 4), Step((4,), 0, 2), Step((5,)))
 ANSWER = Answer("egag", (1, 2, 3, 4, 5), "a\n\r\u2028\0é", STEPS, 3.0, 1.0, 4, 6, "stop", notes=("why",))
@@ -62,3 +64,17 @@ def test_a_file_of_something_else_is_refused_unless_it_is_overwritten(content, s
     assert path.read_bytes() == content
     ResultFile(path, "tests", {"dtype": "float32"}, overwrite=True).add("one", Result([ANSWER]))
     assert list(ResultFile(path, "tests", {"dtype": "float32"}).found) == ["one"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_two_runs_do_not_write_to_one_file_of_results(begun, tmp_path):
+    path, conditions = tmp_path / "r.jsonl", {"dtype": "float32"}
+    if begun:
+        ResultFile(path, "tests", conditions).add("old", Result([ANSWER]))
+    one, other = (ResultFile(path, "tests", conditions) for _ in range(2))
+    one.add("one", Result([ANSWER]))
+    with pytest.raises(OtherRunError, match=f"another run writes to {re.escape(str(path))}"):
+        other.add("other", Result([ANSWER]))
+    one.add("two", Result([ANSWER]))
+    kept = [*(["old"] if begun else []), "one", "two"]
+    assert list(ResultFile(path, "tests", conditions).found) == kept and "other" not in other.found

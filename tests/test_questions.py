@@ -186,7 +186,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(questions, "_result", until_the_second)
     options = ("--drafters", "ngram", "nasd", "--results", file, "--commit", "abc")
-    record = run(capsys, *options, code=1)
+    record = run(capsys, *options, code=130)
     assert "INTERRUPTED" in record["notes"][0] and "the same command continues from r.jsonl" in record["notes"]
     assert [row["variant"] for row in record["rows"]] == ["plain"]
     with open(file, "a") as torn:

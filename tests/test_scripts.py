@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import usage_example
 from eagle_triton import EaModel, command_line, devices
 from eagle_triton.benchmarks import main as modes
 from eagle_triton.benchmarks.modes import SHAPES
-from eagle_triton.benchmarks.question_file import Question
+from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, Question
 from eagle_triton.cli import ablation, environment, main
 from eagle_triton.cli.settings import MAX_SEED
 from eagle_triton.command_line import Parser
@@ -47,6 +48,7 @@ SCRIPTS = (
     "run_tests.py",
     *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")),
 )
+QUESTIONS = shlex.quote(str(OWN_QUESTIONS))
 NUMBER = "must be a whole number from 1 to"
 UNKNOWN = "is no argument of this command; its options are --help"
 MISSPELT = "is no argument of this command; did you mean"
@@ -83,6 +85,7 @@ REFUSED = {
         ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ("--max-length 1", "--max-length must be a whole number from 2 to"),
         ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
+        ("batches --max-length 1", "--max-length must be a whole number from 2 to 10000000, got '1'"),
         ("--num-runs 99999", f"--num-runs {NUMBER} 10000, got '99999'"),
         ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
         ("--prompt x --num-runs 3", "--num-runs must be 1 with --prompt, which is one prompt, got 3"),
@@ -124,7 +127,9 @@ REFUSED = {
         ("--upstream nowhere", "--upstream must be a directory, and nowhere does not exist"),
         ("--plot picture.xyz", "--plot must end with .png or .svg or .pdf, got 'picture.xyz'"),
         ("--csv folder", "--csv must be a file, and folder is not one"),
-        ("--csv both --output both", "--csv must be another file than --output, got 'both' for both"),
+        ("--csv both --output both", "--csv must be another file than --output, got 'both', which is the same"),
+        ("--csv folder/../both --output both", "--csv must be another file than --output, got 'folder/../both'"),
+        (f"questions --questions {QUESTIONS} --output {QUESTIONS}", "--output must be another file than --questions"),
         ("serve --url http://127.0.0.1:9 --no-speculation", "--no-speculation must come without --url"),
         ("serve --goodput ttft", "--goodput must be ttft:MS, tpot:MS or e2el:MS, got 'ttft'"),
         ("serve --input-len 9-5", "--input-len must be N or N-M"),
@@ -216,6 +221,7 @@ REFUSED = {
         ("--processor multinomial -1", "--processor: temperature must be a finite number at least 0,"),
         ("--out .", "--out must be a file, and . is not one"),
         ("--trace ablation_results.csv", "--trace must be another file than --out"),
+        ("--trace ./a.csv.jsonl --out a.csv", "--trace must be another file than a.csv.jsonl, which holds the results"),
         ("--plot p.bmp", "--plot must end with .png or .svg or .pdf, got 'p.bmp'"),
         ("--groups nasd,suffix --drafter .", "--drafter is not read by --groups nasd,suffix, but by "),
         ("--groups egag --drafter . --head .", "--head is not read by --groups egag, but by eagle, h"),
@@ -584,6 +590,20 @@ def test_attention_is_tuned_from_what_it_is():
     assert [(other.block_n, other.streamed) for other in tiles] == [(use.block_n, True)]  # block_t is no more
     stages = list(tuned_attention.candidates(argparse.Namespace(**{**given, "num_stages": [2], "streamed": [1]}), use))
     assert [(other.num_stages, other.streamed) for other in stages] == [(3, True), (2, False)]
+
+
+# --- Ctrl-C
+
+
+@pytest.mark.parametrize("name", ["setup_env.py", "run_tests.py", "integration_test.py", "benchmark.py", "infer.py"])
+def test_ctrl_c_is_no_traceback(name, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    assert ended.value.code == 130
 
 
 # --- usage_example.py

@@ -418,6 +418,7 @@ def test_a_torch_spec_that_cannot_be_read_is_named(tmp_path, calls, constraints,
     monkeypatch.setenv("EAGLE_TRITON_TORCH_SPEC", "torch 'open")
     with pytest.raises(setup_env.SetupError, match="EAGLE_TRITON_TORCH_SPEC must be pip's arguments"):
         setup_env.install(tmp_path / "env", constraints, [])
+    assert calls == [] and not (tmp_path / "env").exists()
 
 
 def test_run_installs_reports_and_returns_the_exit_code(monkeypatch, capsys, tmp_path):

@@ -20,6 +20,7 @@ from eagle_triton.benchmarks.models import Target
 from eagle_triton.benchmarks.modes import block_drafter_of, drafters_of
 from eagle_triton.benchmarks.sweep import configurations, decode
 from eagle_triton.benchmarks.timing import noise, progress
+from eagle_triton.command_line import sentence
 from eagle_triton.comparison.answer import Answer, ask
 from eagle_triton.comparison.figures import Totals, differing
 from eagle_triton.inference.eagle_inference import EAGLEInference
@@ -44,7 +45,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     target = Target(model, model.base_model, model.ea_layer, model.tokenizer, block)
     parts = configurations(drafters_of(args), None, [0.0], target)
     variants = {part.drafter: partial(part.inference, target) for part in parts}
-    for found in compare(variants, works, args):
+    for found in compare(variants, works, args, notes):
         if "warm" in found:  # its first half repeats "prose"
             found["warm"] = {name: answers[args.num_runs :] for name, answers in found["warm"].items()}
         rows[:] = [row for kind, answers in found.items() for row in figures(kind, answers)]
@@ -66,20 +67,40 @@ def _texts(model: EaModel, count: int) -> Works:
 
 
 def compare(
-    variants: Mapping[str, Callable[[], EAGLEInference]], works: Works, args: argparse.Namespace
+    variants: Mapping[str, Callable[[], EAGLEInference]], works: Works, args: argparse.Namespace, notes: list[str]
 ) -> Iterator[Found]:
     """Decode all works with each variant. Yields all results so far after each variant.
 
-    On a GPU everything is decoded once before it is timed. A variant forgets earlier text before each kind of work.
+    On a GPU everything is decoded once before it is timed. A variant forgets earlier text before each kind of work. One
+    that cannot run gets a note instead of answers; the first, which the others are compared with, raises.
     """
     found: Found = {kind: {} for kind in works}
     rows = max(len(prompt) for prompts in works.values() for prompt in prompts) + args.max_length
     for name, make in progress(args, list(variants.items()), args.mode):
-        inference = make()
-        run = partial(_greedy, name, inference.pair.view.device)
-        for kind, prompts in works.items():
-            found[kind][name] = decode(inference, rows, prompts, args.max_length, run, prompts, stop=False)
+        try:
+            answers = _decoded(name, make, works, args.max_length, rows)
+        except (ValueError, RuntimeError) as error:  # no memory is a RuntimeError too
+            if not any(found.values()):
+                raise
+            notes.append(f"FAIL: {name} is left out: {sentence(error)}")
+            continue
+        for kind, of in answers.items():
+            found[kind][name] = of
         yield {kind: dict(answers) for kind, answers in found.items()}
+
+
+def _decoded(
+    name: str, make: Callable[[], EAGLEInference], works: Works, new: int, rows: int
+) -> dict[str, list[Answer]]:
+    """The answers of a variant by kind of work. Raises ValueError if it took no step there, which leaves no time."""
+    inference = make()
+    run = partial(_greedy, name, inference.pair.view.device)
+    answers = {}
+    for kind, prompts in works.items():
+        answers[kind] = decode(inference, rows, prompts, new, run, prompts, stop=False)
+        if not Totals.of(answers[kind]).steps:
+            raise ValueError(f"{kind}: no answer took a step, each ended with its first token")
+    return answers
 
 
 def _greedy(
@@ -100,15 +121,11 @@ def different(found: Found, dtype: torch.dtype) -> list[str]:
 
 
 def figures(kind: str, found: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
-    """A row for each variant, over all its prompts: tokens per second are tau over the time of a step.
-
-    Raises ValueError if a variant took no step.
-    """
+    """A row for each variant, over all its prompts: tokens per second are tau over the time of a step."""
     rows: list[dict[str, Any]] = []
     for name, answers in found.items():
         totals = Totals.of(answers)
-        if totals.tau is None or totals.ms_per_step is None:
-            raise ValueError(f"{name} took no step: --max-length must be at least 2, and an answer longer than a token")
+        assert totals.tau is not None and totals.ms_per_step is not None, "compare() keeps only what took a step"
         rate = totals.tau / totals.ms_per_step * 1e3
         row = {"work": kind, "variant": name, "tau": totals.tau, "ms_per_step": totals.ms_per_step}
         row |= {"tokens_per_second": rate, "speedup": rate / (rows[0]["tokens_per_second"] if rows else rate)}
@@ -119,10 +136,13 @@ def figures(kind: str, found: Mapping[str, Sequence[Answer]]) -> list[dict[str, 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:
     """Notes on the gain of head and suffixes together, and on where they fall short of one alone."""
     tau = {(row["work"], row["variant"]): row["tau"] for row in rows}
+    found = {row["variant"] for row in rows}
     notes = []
-    for kind in dict.fromkeys(row["work"] for row in rows):
+    for kind in dict.fromkeys(row["work"] for row in rows) if {"head", "suffix", "both"} <= found else ():
         best = max(tau[kind, "head"], tau[kind, "suffix"])
         short = ", FEWER THAN ONE OF THEM ALONE" if tau[kind, "both"] < best - SLACK else ""
         notes.append(f"{kind}: both {tau[kind, 'both'] / tau[kind, 'head']:.2f} x the head's tokens per step{short}")
-    notes.append(f"warm: suffix {tau['warm', 'suffix'] / tau['prose', 'suffix']:.2f} x its tokens per step on prose")
+    if "suffix" in found:
+        ratio = tau["warm", "suffix"] / tau["prose", "suffix"]
+        notes.append(f"warm: suffix {ratio:.2f} x its tokens per step on prose")
     return notes

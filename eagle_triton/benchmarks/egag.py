@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     configs |= {name: replace(config_of("draft_model", MAX_DRAFTS), egag=rule) for name, rule in RULES.items()}
     variants = {"plain": partial(EAGLEInference, None, target, config_of("naive"))}
     variants |= {name: partial(EAGLEInference, drafter, target, config) for name, config in configs.items()}
-    for found in compare(variants, works, args):
+    for found in compare(variants, works, args, notes):
         if len(found) > 1:
             names = next(iter(found.values()))
             found["mix"] = {name: [answer for of in found.values() for answer in of[name]] for name in names}
@@ -80,10 +80,15 @@ def _judge(rows: list[dict[str, Any]]) -> list[str]:
     for kind in dict.fromkeys(row["work"] for row in rows):
         of = {row["variant"]: row for row in rows if row["work"] == kind}
         for name, count in COMPARED.items():
+            if not {name, f"{count} drafts"} <= of.keys():  # left out
+                continue
             ratio = of[name]["ms_per_step"] / of[f"{count} drafts"]["ms_per_step"]
             notes.append(f"{kind}: a step of {name!r} takes {ratio:.3f} x the time of one with {count} drafts")
-        fixed = max((f"{count} drafts" for count in FIXED), key=lambda name: of[name]["tokens_per_second"])
-        chosen = max((name for name in RULES if name not in COMPARED), key=lambda name: of[name]["tokens_per_second"])
+        lengths = [name for count in FIXED if (name := f"{count} drafts") in of]
+        rules = [name for name in RULES if name in of and name not in COMPARED]
+        if not lengths or not rules:
+            continue
+        fixed, chosen = (max(names, key=lambda name: of[name]["tokens_per_second"]) for names in (lengths, rules))
         ratio = of[chosen]["tokens_per_second"] / of[fixed]["tokens_per_second"]
         notes.append(f"{kind}: {chosen!r} gives {ratio:.3f} x the tokens per second of {fixed}, the best fixed length")
     return notes

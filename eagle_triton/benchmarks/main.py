@@ -34,6 +34,7 @@ from eagle_triton.benchmarks.modes import (
     EVERYWHERE,
     MODES,
     OF_A_BLOCK,
+    OF_STEPS,
     OF_THE_HEAD,
     OPTIONS,
     SHAPES,
@@ -93,11 +94,17 @@ def _measure(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
     try:
         mode.measure(args, rows, notes)
     except KeyboardInterrupt:
+        if not rows:  # files of an earlier run stay as they are
+            raise
         notes.insert(0, "FAIL: INTERRUPTED, FIGURES ARE MISSING")
+        _publish(parser, mode, args, rows, notes)
+        return 130
     except Exception as error:
         expected = isinstance(error, ValueError | OutOfMemoryError)  # from the model, the checkout or the options
         if expected and not rows:
             parser.stop(sentence(error))
+        if not rows:
+            raise
         notes.insert(0, f"FAIL: STOPPED, FIGURES ARE MISSING: {sentence(error)}")
         if not expected:
             _publish(parser, mode, args, rows, notes)
@@ -143,6 +150,8 @@ def _parser(name: str, named: bool, program: str) -> Parser:
         parser.description = usage.replace("2 benchmark.py", f"2 {'' if script else '--no-python '}{program}")
     own = {*mode.defaults, *mode.on_cpu}  # the summary has their defaults
     changes = {dest: {"help": OPTIONS[option_of(dest)]["help"].partition(" (default")[0]} for dest in own}
+    if name in OF_STEPS:
+        changes["max_length"] = {**changes.get("max_length", {}), "type": command_line.whole(2)}
     add_options(parser, f"{mode.names} {EVERYWHERE}", **changes)
     parser.set_defaults(**{**mode.defaults, **dict.fromkeys(mode.on_cpu)})
     return parser
@@ -167,7 +176,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         _check_serve(parser, args)
     if getattr(args, "target_weights", None) and getattr(args, "upstream", None):
         parser.error("--upstream must come without --target-weights: it has no quantised weights")
-    check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot, results=getattr(args, "results", None))
+    files = {name: getattr(args, name, None) for name in ("questions", "output", "csv", "plot", "results")}
+    check_outputs(parser, **files)
 
 
 def _check_questions(parser: Parser, args: argparse.Namespace) -> None:

@@ -279,6 +279,8 @@ MODES = {
     "operations": Mode("every operation of a step against the best of torch", "--only"),
 }
 
+OF_STEPS = ("batches", "drafters", "egag", "mtp")  # modes that time steps: an answer's first token takes none
+
 
 def block_drafter_of(args: argparse.Namespace) -> str | None:
     """The named block drafter, or the demo's for the demo; None: there is none."""

@@ -98,7 +98,7 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
     names = ["plain", *(name for name in args.tree or TREES if name != "plain")]
     variants = {name: partial(_inference, model, TREES[name]) for name in names}
     plain: list[Answer] = []
-    for found in compare(variants, {HYBRID: prompts}, args):
+    for found in compare(variants, {HYBRID: prompts}, args, notes):
         name, answers = list(found[HYBRID].items())[-1]
         plain = plain or answers
         margins = [_margin(model, *three) for three in zip(prompts, answers, plain, strict=True)]

@@ -28,7 +28,17 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_triton import command_line
-from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, SUMMARY, Conditions, Job, Results, plot, summary
+from eagle_triton.cli.ablation_rows import (
+    BASELINE,
+    GROUPS,
+    SUMMARY,
+    Conditions,
+    Job,
+    Results,
+    kept_beside,
+    plot,
+    summary,
+)
 from eagle_triton.cli.settings import MAX_SEED, READERS, Settings, read_processor
 from eagle_triton.command_line import Parser, option_of, sentence
 from eagle_triton.demo import BLOCK, DRAFT, PAIR, demo_prompts
@@ -183,6 +193,8 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
     """Check what argparse cannot, and resolve options."""
     command_line.check_device(parser, args.device)
     command_line.check_outputs(parser, out=args.out, trace=args.trace, plot=args.plot)
+    if args.trace and args.trace.resolve() == (kept := kept_beside(args.out)).resolve():
+        parser.error(f"--trace must be another file than {kept}, which holds the results of --out")
     for path in filter(None, (args.out, args.trace)):
         try:
             command_line.try_to_write_into(path.resolve().parent)

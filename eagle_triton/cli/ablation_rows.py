@@ -130,7 +130,7 @@ class Results:
 
         self.path, self.trace, self.conditions = path, trace, conditions
         self._common = conditions.columns(BASELINE, common=True)
-        kept = path.with_name(f"{path.name}.jsonl")
+        kept = kept_beside(path)
         for file, columns in () if overwrite else self._files():
             if file.exists() and not file.read_bytes().startswith(_line(columns)) and file.stat().st_size:
                 raise ValueError(f"{file} is not a CSV of an ablation: name another file, or use --overwrite")
@@ -250,6 +250,11 @@ def _line(fields: Sequence[str]) -> bytes:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\r\n").writerow(fields)
     return buffer.getvalue().removesuffix("\r\n").encode() + b"\n"
+
+
+def kept_beside(path: Path) -> Path:
+    """The file of results beside a CSV, which it is written from."""
+    return path.with_name(f"{path.name}.jsonl")
 
 
 def edit_distance(first: str, second: str) -> int:

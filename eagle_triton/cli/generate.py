@@ -13,6 +13,7 @@ Exit code 0: answered; 1: the answer could not be written; 2: a wrong argument, 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,8 @@ def _prompt(parser: Parser, given: str | None) -> str:
     """The argument, or the piped text."""
     if given is None and sys.stdin.isatty():
         parser.error("PROMPT must be given, or piped in")
+    if given is None and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says
     try:
         prompt = sys.stdin.read() if given is None else given
         prompt.encode()  # bytes that are not text may have become surrogates

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import signal
 import sys
 
@@ -51,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(command: str, argv: list[str], program: str) -> int:
     """Run one command. program: the name in help and errors. Returns the exit code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run like Ctrl-C
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

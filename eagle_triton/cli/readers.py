@@ -42,7 +42,8 @@ def choose_reader(lines: list[str] | None, stdin: TextIO, out: TextIO) -> Reader
     """
     piped = not (stdin.isatty() and out.isatty())
     if isinstance(stdin, io.TextIOWrapper):
-        stdin.reconfigure(errors="surrogateescape", newline="\n" if piped else None)
+        encoding, newline = ("utf-8", "\n") if piped else (None, None)  # a terminal has its own encoding
+        stdin.reconfigure(encoding=encoding, errors="surrogateescape", newline=newline)
     if lines is not None or piped:
         return given_lines(stdin if lines is None else lines, out)
     if importlib.util.find_spec("prompt_toolkit") is not None:

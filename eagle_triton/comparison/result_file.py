@@ -27,6 +27,10 @@ class Result:
     time: float = field(default_factory=time.time)
 
 
+class OtherRunError(OSError, ValueError):
+    """Another run writes to the same file."""
+
+
 class ResultFile:
     """The finished parts of a run by name, in a file; without a path only in memory."""
 
@@ -40,6 +44,7 @@ class ResultFile:
         self.found: dict[str, Result] = {}
         self._head = {"program": program, "conditions": json.loads(json.dumps(conditions))}
         self._whole = 0  # bytes that are complete lines
+        self._size = self._size_now()  # after what this run read or wrote
         if path is not None and path.exists() and not overwrite:
             self._read(path)
 
@@ -49,14 +54,17 @@ class ResultFile:
             self._write([self._head])
 
     def add(self, name: str, result: Result) -> None:
-        """Keep a result; it is on the disk when this returns. Raises OSError if it cannot be written."""
-        self.found[name] = result
+        """Keep a result; it is on the disk when this returns. Raises OSError if it cannot be written, `OtherRunError`
+        if another run has written there."""
         line = {**vars(result), "name": name, "answers": [to_json(answer) for answer in result.answers]}
         self._write([line] if self._whole else [self._head, line])
+        self.found[name] = result
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self.path is None:
             return
+        if self._size_now() != self._size:
+            raise OtherRunError(f"another run writes to {self.path}")
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         with open(self.path, "r+b" if self.path.exists() else "wb") as file:
             file.truncate(self._whole)  # a line without an end, which an interrupt left
@@ -65,6 +73,10 @@ class ResultFile:
             file.flush()
             os.fsync(file.fileno())
         self._whole += len(text)
+        self._size = self._size_now()
+
+    def _size_now(self) -> int:
+        return self.path.stat().st_size if self.path is not None and self.path.exists() else 0
 
     def check(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         """Raise ValueError naming the first condition or setting in which the file is another than this run."""
@@ -77,7 +89,7 @@ class ResultFile:
 
     def _read(self, path: Path) -> None:
         raw = path.read_bytes()
-        self._whole = raw.rfind(b"\n") + 1
+        self._size, self._whole = len(raw), raw.rfind(b"\n") + 1
         beginning = f'{{"program": {json.dumps(self._head["program"])}, '.encode()
         other = f"{path} does not hold results of {self._head['program']}"
         if raw[: len(beginning)] != beginning[: len(raw)]:
