@@ -92,22 +92,22 @@ MUTATIONS = [
     Mutation(
         "a norm does not wait for another rank's part",
         "runtime/peer_exchange.py",
-        "while (seen - use < 0) & (looked < looks):",
-        "while (seen - use < 0) & (looked < 0):",
+        "while (seen - use < 0) & (polled < polls):",
+        "while (seen - use < 0) & (polled < 0):",
         "tests/test_peer_memory.py -k two_processes",
     ),
     Mutation(
         "columns are joined before another rank's are there",
         "ops/exchange.py",
-        "        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, looks, RANKS)",
+        "        signal_and_wait(signal_addresses_ptr, failed_ptr, failed_on_host_ptr, here, use, rank, polls, RANKS)",
         "        pass",
         "tests/test_exchange.py -k waits_for_others",
     ),
     Mutation(
         "what is sent is read before it is there",
         "runtime/peer_exchange.py",
-        "while (missing > 0) & (looked < looks):",
-        "while (missing > 0) & (looked < 0):",
+        "while (missing > 0) & (polled < polls):",
+        "while (missing > 0) & (polled < 0):",
         "tests/test_peer_memory.py -k two_processes",
     ),
     Mutation(
