@@ -1,7 +1,7 @@
 """Break the code in known ways, one at a time, and see that a test notices each.
 
     python tools/mutate.py                  all mutations, some ten minutes on two cores
-    python tools/mutate.py catch-up twins   those whose names contain one of these
+    python tools/mutate.py catch-up copies  those whose names contain one of these
 
 Each mutation replaces one piece of text in a copy of the tree and runs the tests that must then fail. The exit status
 is 1 if a mutation survives, or if its text is no longer there: bring it up to date then. Drafts never show in the
@@ -216,14 +216,14 @@ MUTATIONS = [
         "tests/test_batch.py -k staggered",
     ),
     Mutation(
-        "twins: the draft's cache is not copied",
+        "copies of a prompt: the draft's cache is not copied",
         "engine/state.py",
         "        by_slot.copy(self.draft_tensors, source, target, length)\n",
         "",
         "tests/test_batch.py -k equal_prompts",
     ),
     Mutation(
-        "twins: the target's caches are not copied",
+        "copies of a prompt: the target's caches are not copied",
         "engine/state.py",
         "        self.caches.copy(source, target, length)\n",
         "",
