@@ -32,7 +32,7 @@ from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
 
 FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
-"""The families of EaModels. Each is a module with recognise, read, seams, module_seams and drop_caches."""
+"""The families of EaModels. A module has recognise, read, patch_points, module_patch_points and drop_caches."""
 
 SUFFIX, NGRAM = "suffix", "ngram"  # names of drafts
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # tokens of drafts given by name; 15 and the root fill a tile of a product
