@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.beams import vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.hybrid import scoring, scoring_draft_of, with_suffix_drafts
 from eagle_triton.engine.drafts.quantised import quantised_draft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
@@ -32,7 +32,7 @@ from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
 
 FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
-"""The families of EaModels. Each is a module with recognise, read, seams, module_seams and drop_caches."""
+"""The families of EaModels. A module has recognise, read, patch_points, module_patch_points and drop_caches."""
 
 SUFFIX, NGRAM = "suffix", "ngram"  # names of drafts
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # tokens of drafts given by name; 15 and the root fill a tile of a product
@@ -129,7 +129,7 @@ def assemble(
     notes = dict(reading.notes)
     if options.draft_vocabulary is not None:
         drafted = with_vocabulary(scoring(drafted, "draft_vocabulary"), options.draft_vocabulary)
-        notes["draft_vocabulary"] = vocabulary_note(beams_of(drafted))
+        notes["draft_vocabulary"] = vocabulary_note(scoring_draft_of(drafted))
     if propose is not None:
         drafted = propose(view, drafted)
     elif options.suffix_drafts:

@@ -24,7 +24,7 @@ from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.families.generate import generate_seam
+from eagle_triton.families.generate import generate_patch_point
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
 from eagle_triton.families.reading.experts import blocks_read
@@ -156,15 +156,15 @@ def optimize_eagle_with_triton(
     engine = assembled.engine
     if config.suffix_drafts and engine.draft is not None:
         engine.draft.read_tree()  # raises if the tree has no room for them
-    seams, skipped = (*family.seams(model, engine), generate_seam(model, engine)), {}
+    patch_points, skipped = (*family.patch_points(model, engine), generate_patch_point(model, engine)), {}
     if config.patch_modules and engine.view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
     elif config.patch_modules:
-        more, skipped = family.module_seams(model, engine)
+        more, skipped = family.module_patch_points(model, engine)
         if config.draft_vocabulary is not None:  # the engine's draft scores fewer tokens than the head's own method
-            more = tuple(seam for seam in more if seam.attribute != "topK_genrate")
+            more = tuple(patch_point for patch_point in more if patch_point.attribute != "topK_genrate")
             skipped["ea_layer.topK_genrate"] = "the original runs: it scores the head's whole vocabulary"
-        seams += more
+        patch_points += more
     if engine.view.has_mixtures and engine.draft is not None:
         engine.notes.update(_note_on_tree(engine.view, engine.draft.read_tree()))
     skipped |= _no_megakernel(config, assembled.drafting, engine.view)
@@ -176,7 +176,7 @@ def optimize_eagle_with_triton(
         engine.clear()
 
     engine.notes.update(skipped)
-    return _patched(model, seams, drop_caches, assembled)
+    return _patched(model, patch_points, drop_caches, assembled)
 
 
 def optimize_with_triton(
@@ -235,8 +235,8 @@ def optimize_with_triton(
         engine.clear()
         assistants.clear()
 
-    seams = hf_generate.seams(model, Drafting(engine, read_tree), assistants, config.strict)
-    return _patched(model, seams, clear, assembled)
+    patch_points = hf_generate.patch_points(model, Drafting(engine, read_tree), assistants, config.strict)
+    return _patched(model, patch_points, clear, assembled)
 
 
 def _loaded_draft(draft: Any, model: Any, config: TritonConfig) -> tuple[Any, TritonConfig]:
@@ -414,7 +414,7 @@ def _tau(calls: Mapping[str, int]) -> str:
 
 
 def _patched(
-    model: ModelT, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], assembled: Assembled
+    model: ModelT, patch_points: tuple[patching.PatchPoint, ...], on_change: Callable[[], None], assembled: Assembled
 ) -> Optimized[ModelT]:
     """Patch the model. Until it is restored, the engine drafts with `drafting`, then with the draft as it was read, so
     that quantised copies are freed."""
@@ -432,6 +432,6 @@ def _patched(
             engine.draft.forget()
 
     calls = engine.ops.calls
-    originals = patching.apply(seams, model, change, _Notes(engine), calls, lambda: _tau(calls))
+    originals = patching.apply(patch_points, model, change, _Notes(engine), calls, lambda: _tau(calls))
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)

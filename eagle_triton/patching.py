@@ -1,6 +1,6 @@
 """Replace attributes of live objects, and restore the same original objects. Independent of EAGLE.
 
-A patch is data: a tuple of seams. All seams are checked before the first is set. If setting one fails, the others are
+A patch is data: a tuple of patch points. All are checked before the first is set. If setting one fails, the others are
 restored. Only instance attributes change, so other objects of the class are not affected.
 """
 
@@ -11,21 +11,22 @@ import inspect
 import logging
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 log = logging.getLogger(__name__)
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no attribute>"})()
-"""Stands for the original of a seam where there was no attribute before."""
+"""Stands for the original of a patch point where there was no attribute before."""
 
 MARKER = "_eagle_triton_originals"  # set on a patched object, so that a second patch is refused
 
 STATE = "__getstate__"  # `copy` and `pickle` call it
 
-MAX_REASONS = 50  # counted and logged for each seam: a reason may name a shape, and differ in each call
+MAX_REASONS = 50  # counted and logged for each patch point: a reason may name a shape, and differ in each call
 OTHER_REASONS = "further reasons, which are not told apart"
 
 
@@ -34,7 +35,7 @@ class PatchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Seam:
+class PatchPoint:
     """One attribute to replace.
 
     replacement: a callable (its calls are counted), or a constant, which is set as it is.
@@ -72,10 +73,10 @@ class Fallback(Exception):
 
 
 @dataclass(frozen=True)
-class SeamReport:
+class PatchPointReport:
     """One line of `Originals.report()`.
 
-    status: "patched" or "restored" for a seam (`calls` of its replacement, `fallbacks` to the original, the last
+    status: "patched" or "restored" for a patch point (`calls` of its replacement, `fallbacks` to the original, the last
     `reason`, and all `reasons` with their counts, the most frequent first), "left" for a part that is not patched
     (`reason` says why), "counted" for a counter of the patch (`calls`).
     """
@@ -89,9 +90,18 @@ class SeamReport:
     reasons: Mapping[str, int] = field(default_factory=dict)
 
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name != "SeamReport":  # a former name
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is called PatchPointReport now", DeprecationWarning, stacklevel=2)
+        return PatchPointReport
+
+
 @dataclass
 class _Applied:
-    seam: Seam
+    patch_point: PatchPoint
     own: Any  # the owner's former instance attribute, or MISSING
     original: Any  # the former result of an attribute access, or MISSING
     state: Any  # the owner's former __getstate__ of its own, or MISSING
@@ -103,25 +113,25 @@ class _Applied:
     reasons: Counter[str] = field(default_factory=Counter)
 
 
-class Report(list[SeamReport]):
-    """The result of `Originals.report()`: a `SeamReport` for each line. `str()` makes a table."""
+class Report(list[PatchPointReport]):
+    """The result of `Originals.report()`: a `PatchPointReport` for each line. `str()` makes a table."""
 
-    def __init__(self, title: str, lines: Iterable[SeamReport]):
+    def __init__(self, title: str, lines: Iterable[PatchPointReport]):
         super().__init__(lines)
         self.title = title
 
     def __str__(self) -> str:
         left = [f"{line.path}: {line.reason}" for line in self if line.status == "left"]
         counted = [f"{line.path} {line.calls}" for line in self if line.status == "counted" and line.calls]
-        seams = [text for paths, seam in self.seams() for text in _lines(paths, seam)]
+        patch_points = [text for paths, patch_point in self.patch_points() for text in _lines(paths, patch_point)]
         operations = [f"operations: {', '.join(counted)}"] if counted else []
-        return "\n  ".join([self.title, *seams, *left, *operations])
+        return "\n  ".join([self.title, *patch_points, *left, *operations])
 
     __repr__ = __str__
 
-    def seams(self) -> list[tuple[str, SeamReport]]:
-        """The seams by path. Seams of several layers with equal counts are one entry, with `*` for the layer."""
-        alike: dict[Any, list[SeamReport]] = {}
+    def patch_points(self) -> list[tuple[str, PatchPointReport]]:
+        """The patch points by path. Those of several layers with equal counts are one entry, with `*` for the layer."""
+        alike: dict[Any, list[PatchPointReport]] = {}
         for line in self:
             if line.status not in ("left", "counted"):
                 pattern = re.sub(r"\.\d+\.", ".*.", line.path)
@@ -133,13 +143,13 @@ class Report(list[SeamReport]):
         ]
 
 
-def _lines(paths: str, seam: SeamReport) -> list[str]:
-    first = f"{paths}: {_times(seam)}" + (f" ({seam.feature})" if seam.feature else "")
-    return [first, *(f"  {count} by the original: {reason}" for reason, count in seam.reasons.items())]
+def _lines(paths: str, patch_point: PatchPointReport) -> list[str]:
+    first = f"{paths}: {_times(patch_point)}" + (f" ({patch_point.feature})" if patch_point.feature else "")
+    return [first, *(f"  {count} by the original: {reason}" for reason, count in patch_point.reasons.items())]
 
 
-def _times(seam: SeamReport) -> str:
-    return f"calls {seam.calls}, fallbacks {seam.fallbacks}"
+def _times(patch_point: PatchPointReport) -> str:
+    return f"calls {patch_point.calls}, fallbacks {patch_point.fallbacks}"
 
 
 class Originals(Mapping[str, Any]):
@@ -168,17 +178,17 @@ class Originals(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         report = self.report()
-        seams = (f"{paths}: {_times(seam)}" for paths, seam in report.seams())
-        return f"<Originals of {'; '.join([report.title, *seams])}>"
+        patch_points = (f"{paths}: {_times(patch_point)}" for paths, patch_point in report.patch_points())
+        return f"<Originals of {'; '.join([report.title, *patch_points])}>"
 
     def __getitem__(self, path: str) -> Any:
         for entry in self._applied:
-            if entry.seam.path == path:
+            if entry.patch_point.path == path:
                 return entry.original
         raise KeyError(path)
 
     def __iter__(self) -> Iterator[str]:
-        return (entry.seam.path for entry in self._applied)
+        return (entry.patch_point.path for entry in self._applied)
 
     def __len__(self) -> int:
         return len(self._applied)
@@ -201,9 +211,9 @@ class Originals(Mapping[str, Any]):
         if self._restored:
             return
         foreign = [
-            entry.seam.path
+            entry.patch_point.path
             for entry in self._applied
-            if vars(entry.seam.owner).get(entry.seam.attribute, MISSING) is not entry.installed
+            if vars(entry.patch_point.owner).get(entry.patch_point.attribute, MISSING) is not entry.installed
         ]
         if foreign:
             raise PatchError(
@@ -216,60 +226,69 @@ class Originals(Mapping[str, Any]):
         self._on_change()
 
     def report(self) -> Report:
-        """A list with one entry for each seam, patched ones first. It prints as a table."""
+        """A list with one entry for each patch point, patched ones first. It prints as a table."""
         status = "restored" if self._restored else "patched"
         patched = [
-            SeamReport(
-                e.seam.path, e.seam.feature, status, e.calls, e.fallbacks, e.reason, dict(e.reasons.most_common())
+            PatchPointReport(
+                e.patch_point.path,
+                e.patch_point.feature,
+                status,
+                e.calls,
+                e.fallbacks,
+                e.reason,
+                dict(e.reasons.most_common()),
             )
             for e in self._applied
         ]
-        left = [SeamReport(path, "", "left", 0, 0, why) for path, why in self._skipped.items()]
-        counted = [SeamReport(name, "operation", "counted", calls, 0, "") for name, calls in self._counters.items()]
+        left = [PatchPointReport(path, "", "left", 0, 0, why) for path, why in self._skipped.items()]
+        counted = [
+            PatchPointReport(name, "operation", "counted", calls, 0, "") for name, calls in self._counters.items()
+        ]
         name, summary = getattr(self._marked, "__name__", type(self._marked).__name__), self._summary()
         title = f"{name}, {status}" + (f": {summary}" if summary else "")
         return Report(title, patched + left + counted)
 
 
 def apply(
-    seams: tuple[Seam, ...],
+    patch_points: tuple[PatchPoint, ...],
     marked: Any,
     on_change: Callable[[], None],
     skipped: Mapping[str, str],
     counters: Mapping[str, int],
     summary: Callable[[], str] = lambda: "",
 ) -> Originals:
-    """Set every seam. `marked` is the object that counts as patched. `on_change` runs after applying and restoring.
-    Each report shows the current `skipped` (path to reason) and `counters` (name to count), and `summary` in its title.
+    """Set every patch point. `marked` is the object that counts as patched. `on_change` runs after applying and
+    restoring. Each report shows the current `skipped` (path to reason) and `counters` (name to count), and `summary` in
+    its title.
 
-    Raises PatchError before anything is set if `marked` is patched already, a seam does not exist, or two are the same.
-    If setting one fails, those set before are restored and the error is raised.
+    Raises PatchError before anything is set if `marked` is patched already, a patch point does not exist, or two are
+    the same. If setting one fails, those set before are restored and the error is raised.
     """
     if MARKER in vars(marked):
         raise PatchError(f"this {type(marked).__name__} is optimised already; restore it first")
-    places: dict[tuple[int, str], Seam] = {}
-    for seam in seams:
-        other = places.setdefault((id(seam.owner), seam.attribute), seam)
-        if other is not seam:
+    places: dict[tuple[int, str], PatchPoint] = {}
+    for patch_point in patch_points:
+        other = places.setdefault((id(patch_point.owner), patch_point.attribute), patch_point)
+        if other is not patch_point:
             raise PatchError(
-                f"{seam.path} and {other.path} are the same attribute of one object: it would be replaced twice"
+                f"{patch_point.path} and {other.path} are the same attribute of one object: it would be replaced twice"
             )
-        if seam.adds == hasattr(seam.owner, seam.attribute):
-            raise PatchError(f"{seam.path} {'exists already' if seam.adds else 'does not exist'}")
+        if patch_point.adds == hasattr(patch_point.owner, patch_point.attribute):
+            raise PatchError(f"{patch_point.path} {'exists already' if patch_point.adds else 'does not exist'}")
     originals = Originals(marked, on_change, skipped, counters, summary)
     try:
-        for seam in seams:
+        for patch_point in patch_points:
             entry = _Applied(
-                seam,
-                vars(seam.owner).get(seam.attribute, MISSING),
-                getattr(seam.owner, seam.attribute, MISSING),
-                vars(seam.owner).get(STATE, MISSING),
+                patch_point,
+                vars(patch_point.owner).get(patch_point.attribute, MISSING),
+                getattr(patch_point.owner, patch_point.attribute, MISSING),
+                vars(patch_point.owner).get(STATE, MISSING),
             )
-            entry.installed = seam.replacement
-            if callable(seam.replacement):
+            entry.installed = patch_point.replacement
+            if callable(patch_point.replacement):
                 entry.installed = _Installed(entry, originals._warned)
-            setattr(seam.owner, seam.attribute, entry.installed)
-            vars(seam.owner)[STATE] = functools.partial(_refuse_copy, seam.path)
+            setattr(patch_point.owner, patch_point.attribute, entry.installed)
+            vars(patch_point.owner)[STATE] = functools.partial(_refuse_copy, patch_point.path)
             originals._applied.append(entry)
         setattr(marked, MARKER, originals)
         on_change()
@@ -289,30 +308,32 @@ class _Installed:
     """
 
     def __init__(self, entry: _Applied, warned: set[tuple[str, str]]):
-        replacement: Any = entry.seam.replacement
+        replacement: Any = entry.patch_point.replacement
         if "<locals>" in getattr(replacement, "__qualname__", ""):
-            replacement.__qualname__ = entry.seam.path  # the name in Python's errors of wrong arguments
+            replacement.__qualname__ = entry.patch_point.path  # the name in Python's errors of wrong arguments
         functools.update_wrapper(self, replacement)
         self._entry, self._warned = entry, warned
-        self._names, self._positions = _parameters(entry.seam.replacement)
+        self._names, self._positions = _parameters(entry.patch_point.replacement)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         entry, taken = self._entry, kwargs
         if entry.restored:  # a reference to this was kept
             if entry.original is MISSING:
-                raise RuntimeError(f"{entry.seam.path} was added by optimising, and the model was restored since")
+                raise RuntimeError(
+                    f"{entry.patch_point.path} was added by optimising, and the model was restored since"
+                )
             return entry.original(*args, **kwargs)
-        if entry.seam.harmless:
-            taken = {name: value for name, value in kwargs.items() if name not in entry.seam.harmless}
+        if entry.patch_point.harmless:
+            taken = {name: value for name, value in kwargs.items() if name not in entry.patch_point.harmless}
         unknown = self._unknown(args, taken)
         if unknown and not _takes(entry.original, args, kwargs):
             raise TypeError(
-                f"{entry.seam.path}: {'; '.join(unknown)}; its arguments are {', '.join(self._names or ())}"
+                f"{entry.patch_point.path}: {'; '.join(unknown)}; its arguments are {', '.join(self._names or ())}"
             )
         reasons = tuple(unknown)
         if not unknown:
             try:
-                result = entry.seam.replacement(*args, **taken)
+                result = entry.patch_point.replacement(*args, **taken)
             except Fallback as fallback:
                 reasons = fallback.reasons or ("no reason given",)
         if reasons:
@@ -332,16 +353,18 @@ class _Installed:
         return unknown
 
     def _count(self, reasons: tuple[str, ...]) -> None:
-        entry, seam = self._entry, self._entry.seam
+        entry, patch_point = self._entry, self._entry.patch_point
         entry.fallbacks += 1
         entry.reason = "; ".join(reasons)
         full = len(entry.reasons) >= MAX_REASONS
         told = [OTHER_REASONS if full and reason not in entry.reasons else reason for reason in reasons]
         entry.reasons.update(dict.fromkeys(told, 1))
-        new = [reason for reason in dict.fromkeys(told) if (seam.attribute, reason) not in self._warned]
-        self._warned.update((seam.attribute, reason) for reason in new)
+        new = [reason for reason in dict.fromkeys(told) if (patch_point.attribute, reason) not in self._warned]
+        self._warned.update((patch_point.attribute, reason) for reason in new)
         if new:
-            log.warning("%s: the original runs, because of: %s. See %s", seam.path, "; ".join(new), seam.remedy)
+            log.warning(
+                "%s: the original runs, because of: %s. See %s", patch_point.path, "; ".join(new), patch_point.remedy
+            )
 
 
 def _parameters(function: Callable) -> tuple[list[str] | None, float]:
@@ -382,7 +405,7 @@ def _refuse_copy(path: str) -> None:
 
 
 def _put_back(entry: _Applied) -> None:
-    owner, attribute = entry.seam.owner, entry.seam.attribute
+    owner, attribute = entry.patch_point.owner, entry.patch_point.attribute
     entry.restored = True
     for name, former in ((STATE, entry.state), (attribute, entry.own)):
         if former is MISSING:

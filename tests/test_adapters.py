@@ -392,9 +392,9 @@ def test_a_method_with_other_arguments_is_refused():
     model = stand_in()
     model.eagenerate = lambda input_ids, temperature=0.5: None
     with pytest.raises(UnsupportedModelError, match=r"model\.eagenerate must take .*got"):
-        methods.method_seam(model, "eagenerate", lambda input_ids, temperature=0.0: None)
+        methods.method_patch_point(model, "eagenerate", lambda input_ids, temperature=0.0: None)
     with pytest.raises(UnsupportedModelError, match=r"model\.naivegenerate is missing"):
-        methods.method_seam(model, "naivegenerate", lambda input_ids: None)
+        methods.method_patch_point(model, "naivegenerate", lambda input_ids: None)
 
 
 def test_trees_wider_than_the_draft_vocabulary_are_refused():

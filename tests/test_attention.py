@@ -434,7 +434,7 @@ def test_products_let_the_next_kernel_start_behind_their_own_wait():
     for kernel, waits in (
         (streamed.linear_kernel, "gdc_wait()"),
         (paired_float8.linear_kernel, "gl.warp_specialize("),  # both ways of it end before what comes next
-        (streamed_float8._make_tile, "_multiply(ring"),
+        (streamed_float8._compute_tile, "_multiply(ring"),
         (wide._multiply_columns, "_multiply(ring"),
     ):
         source = inspect.getsource(kernel.fn)

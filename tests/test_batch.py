@@ -446,7 +446,7 @@ def test_what_a_capture_runs_leaves_sequences_as_they_are(engine):
                 batch.spec = tree
                 if held:
                     with torch.no_grad():
-                        batch.chooser.change_tree(batch.chooser.mode([]))
+                        batch.planner.change_tree(batch.planner.mode([]))
                     with batch.state.unchanged():
                         batch.launch()
                         batch.launch()

@@ -159,7 +159,7 @@ def test_all_that_was_scored_and_chains_that_ngrams_continue(kind):
         of_path = sum(float(plain.scores(paths[-1][:depth])[token]) for depth, token in enumerate(paths[-1]))
         assert score == pytest.approx(of_path, abs=1e-4)
     assert len(set(paths)) == spec.candidates == 21 and {len(path) for path in paths} == {1, 2, 3}
-    draft = ContinuedDraft(beams=inference.pair.draft, source=NgramSource(3), chain=2)
+    draft = ContinuedDraft(model_draft=inference.pair.draft, source=NgramSource(3), chain=2)
     text = [1, 2, 3, 1, 2, 3, 1, 2]
     for piece in EAGLEInference(draft, model, EAGLEConfig(fallback=False)).stream([text], 6, report_drafts=True):
         if piece.tree is not None:

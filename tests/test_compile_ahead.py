@@ -362,7 +362,7 @@ def test_an_interrupted_change_of_tree_changes_nothing(device, monkeypatch):
                 monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device: False)
                 batch.spec = spec
             batch.step()
-            assert batch.state.spec == spec and batch.chooser.plain_steps is None
+            assert batch.state.spec == spec and batch.planner.plain_steps is None
             ends.append(batch.tokens(0).tolist())
     assert ends[0] == ends[1]
 

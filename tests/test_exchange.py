@@ -69,7 +69,7 @@ def test_columns_are_those_of_all_ranks(device, module, size, rank, sent_rows, d
 @pytest.mark.parametrize("sent_rows", [0, 4])
 def test_a_join_waits_for_others(device, module, sent_rows):
     """In vain."""
-    mine, other = ranks_memory(device, 2, looks=3, sent_rows=sent_rows)
+    mine, other = ranks_memory(device, 2, polls=3, sent_rows=sent_rows)
     module.join_columns(torch.ones(2, 80, device=device), mine)
     assert mine.uses.tolist()[:3] == [1, 1, 0]  # which waits for the kernel
     assert mine.gave_up() and not other.gave_up()

@@ -28,7 +28,7 @@ from eagle_triton.benchmarks.parity import MARGIN_BOUND
 from eagle_triton.benchmarks.quantised import round_target
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts import quantised as quantised_drafts
-from eagle_triton.engine.drafts.hybrid import beams_of
+from eagle_triton.engine.drafts.hybrid import scoring_draft_of
 from eagle_triton.engine.drafts.quantised import quantised_draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.modules import Projection, with_projections
@@ -420,7 +420,7 @@ def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, e
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     _, originals = optimize_eagle_with_triton(model, draft_dtype="fp8", suffix_drafts=suffix_drafts)
     engine = engines[-1]
-    head = beams_of(engine.draft)
+    head = scoring_draft_of(engine.draft)
     projections = _all_projections(head)
     assert len(projections) == 9 and all(isinstance(p.weight, Float8Weight) for p in projections)
     ours = [tensor for projection in projections for tensor in projection.weight.tensors]
@@ -439,7 +439,7 @@ def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, e
     originals.restore()
     gc.collect()
     assert not any(reference() is not None for reference in kept)
-    assert all(isinstance(p.weight, torch.Tensor) for p in _all_projections(beams_of(engine.draft)))
+    assert all(isinstance(p.weight, torch.Tensor) for p in _all_projections(scoring_draft_of(engine.draft)))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 

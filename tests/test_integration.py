@@ -116,10 +116,10 @@ def test_fractions_of_tokens_are_those_of_the_original():
     assert all(map(torch.equal, got, want))
 
 
-SEAMS = (*METHODS, "ea_layer.topK_genrate", "base_model.model.layers.1.self_attn.forward")
+PATCH_POINTS = (*METHODS, "ea_layer.topK_genrate", "base_model.model.layers.1.self_attn.forward")
 
 
-@pytest.mark.parametrize("path", SEAMS)
+@pytest.mark.parametrize("path", PATCH_POINTS)
 def test_an_unknown_argument_is_refused_by_name_or_sends_the_call_to_the_original(path):
     model, ids = tiny_model(**TREES["8-3-2"]), random_prompt(6)
     body, positions, x = model.base_model.model, torch.arange(6)[None], torch.randn(1, 6, 64)

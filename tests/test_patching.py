@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from eagle_triton import patching
-from eagle_triton.patching import MARKER, MISSING, Fallback, PatchError, Seam
+from eagle_triton.patching import MARKER, MISSING, Fallback, PatchError, PatchPoint
 
 
 class Thing:
@@ -18,13 +18,13 @@ class Thing:
         return "other"
 
 
-def patch(thing, *seams, on_change=lambda: None):
+def patch(thing, *patch_points, on_change=lambda: None):
     notes, counters = {"left.alone": "why not"}, {"operation": 3}
-    return patching.apply(seams, thing, on_change, notes, counters, lambda: "all is well")
+    return patching.apply(patch_points, thing, on_change, notes, counters, lambda: "all is well")
 
 
-def seam(thing, attribute, replacement, adds=False):
-    return Seam(thing, attribute, replacement, attribute, "test", adds=adds)
+def patch_point(thing, attribute, replacement, adds=False):
+    return PatchPoint(thing, attribute, replacement, attribute, "test", adds=adds)
 
 
 def test_restore_gives_back_the_very_same_objects():
@@ -32,9 +32,9 @@ def test_restore_gives_back_the_very_same_objects():
     own, state = thing.own, dict(vars(thing))
     originals = patch(
         thing,
-        seam(thing, "own", lambda: "new own"),
-        seam(thing, "method", lambda x=1: ("new", x)),
-        seam(thing, "extra", lambda x: x, adds=True),
+        patch_point(thing, "own", lambda: "new own"),
+        patch_point(thing, "method", lambda x=1: ("new", x)),
+        patch_point(thing, "extra", lambda x: x, adds=True),
     )
     assert (thing.own(), thing.method(x=2), thing.extra("extra")) == ("new own", ("new", 2), "extra")
     assert untouched.method() == ("method", 1) and "method" not in vars(untouched)
@@ -63,7 +63,7 @@ def test_a_state_of_its_own_is_refused_meanwhile_and_given_back():
     thing = Thing()
     vars(thing)["__getstate__"] = own = lambda: {"saved": True}
     before = dict(vars(thing))
-    with patch(thing, seam(thing, "own", print), seam(thing, "method", print)):
+    with patch(thing, patch_point(thing, "own", print), patch_point(thing, "method", print)):
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(PatchError, match="is optimised and cannot be copied or pickled"):
                 copied(thing)
@@ -74,7 +74,7 @@ def test_a_state_of_its_own_is_refused_meanwhile_and_given_back():
 def test_a_constant_is_set_as_it_is_and_given_back():
     thing = Thing()
     thing.available = thing.other_constant = original = object()
-    with patch(thing, seam(thing, "available", True), seam(thing, "missing", 3, adds=True)) as originals:
+    with patch(thing, patch_point(thing, "available", True), patch_point(thing, "missing", 3, adds=True)) as originals:
         assert thing.available is True and thing.missing == 3 and originals["available"] is original
         assert [line.calls for line in originals.report() if line.status == "patched"] == [0, 0]
         thing.available = False
@@ -86,7 +86,7 @@ def test_a_constant_is_set_as_it_is_and_given_back():
 
 def test_context_manager_restores_after_an_exception():
     thing = Thing()
-    with pytest.raises(ZeroDivisionError), patch(thing, seam(thing, "method", lambda: 1 / 0)):
+    with pytest.raises(ZeroDivisionError), patch(thing, patch_point(thing, "method", lambda: 1 / 0)):
         thing.method()
     assert vars(thing).keys() == {"own"}
 
@@ -101,7 +101,12 @@ def test_a_failure_half_way_rolls_back():
     thing = Stubborn()
     state = dict(vars(thing))
     with pytest.raises(RuntimeError, match="no"):
-        patch(thing, seam(thing, "own", print), seam(thing, "method", print), seam(thing, "other", print))
+        patch(
+            thing,
+            patch_point(thing, "own", print),
+            patch_point(thing, "method", print),
+            patch_point(thing, "other", print),
+        )
     assert vars(thing) == state
 
     def fail():
@@ -110,7 +115,7 @@ def test_a_failure_half_way_rolls_back():
     thing = Thing()
     state = dict(vars(thing))
     with pytest.raises(RuntimeError, match="on_change"):
-        patch(thing, seam(thing, "method", print), on_change=fail)
+        patch(thing, patch_point(thing, "method", print), on_change=fail)
     assert vars(thing) == state
 
 
@@ -118,26 +123,26 @@ def test_everything_is_checked_before_anything_is_set():
     thing = Thing()
     state = dict(vars(thing))
     with pytest.raises(PatchError, match="missing does not exist"):
-        patch(thing, seam(thing, "method", print), seam(thing, "missing", print))
+        patch(thing, patch_point(thing, "method", print), patch_point(thing, "missing", print))
     with pytest.raises(PatchError, match="method exists already"):
-        patch(thing, seam(thing, "own", print), seam(thing, "method", print, adds=True))
+        patch(thing, patch_point(thing, "own", print), patch_point(thing, "method", print, adds=True))
     assert vars(thing) == state
 
 
 def test_patching_twice_is_refused_until_restored():
     thing = Thing()
-    originals = patch(thing, seam(thing, "method", lambda: 1))
+    originals = patch(thing, patch_point(thing, "method", lambda: 1))
     with pytest.raises(PatchError, match="already"):
-        patch(thing, seam(thing, "method", lambda: 2))
+        patch(thing, patch_point(thing, "method", lambda: 2))
     assert thing.method() == 1 and vars(thing)[MARKER] is originals
     originals.restore()
-    with patch(thing, seam(thing, "method", lambda: 2)):
+    with patch(thing, patch_point(thing, "method", lambda: 2)):
         assert thing.method() == 2
 
 
 def test_restore_refuses_when_somebody_else_patched_since():
     thing = Thing()
-    originals = patch(thing, seam(thing, "own", print), seam(thing, "method", print))
+    originals = patch(thing, patch_point(thing, "own", print), patch_point(thing, "method", print))
     ours, foreign = vars(thing)["method"], lambda: "foreign"
     thing.method = foreign
     with pytest.raises(PatchError, match="method was replaced by other code"):
@@ -156,7 +161,7 @@ def test_report_counts_calls_fallbacks_and_reasons():
             raise Fallback("negative")
         return "new"
 
-    originals = patch(thing, seam(thing, "method", replacement))
+    originals = patch(thing, patch_point(thing, "method", replacement))
     assert [thing.method(1), thing.method(2), thing.method(-1)] == ["new", "new", ("method", -1)]
     report = originals.report()
     method, left, counted = report
@@ -179,8 +184,10 @@ def test_report_counts_calls_fallbacks_and_reasons():
 
 def test_layers_whose_numbers_are_the_same_are_one_line_of_the_table():
     things = [Thing() for _ in range(4)]
-    seams = [Seam(thing, "method", lambda: "new", f"layers.{i}.method", "") for i, thing in enumerate(things)]
-    originals = patch(things[0], *seams)
+    patch_points = [
+        PatchPoint(thing, "method", lambda: "new", f"layers.{i}.method", "") for i, thing in enumerate(things)
+    ]
+    originals = patch(things[0], *patch_points)
     things[3].method()
     assert "layers.*.method (3 of them): calls 0" in str(originals) and "layers.3.method: calls 1" in str(originals)
     assert len(originals.report()) == 6
@@ -192,8 +199,10 @@ def test_each_new_reason_is_logged_once_and_all_are_counted(caplog):
     def replacement(x=1):
         raise Fallback(*(f"x={value}" for value in range(x)))
 
-    seams = [Seam(thing, "method", replacement, f"{i}.method", "", remedy="a page") for i, thing in enumerate(things)]
-    originals = patch(things[0], *seams)
+    patch_points = [
+        PatchPoint(thing, "method", replacement, f"{i}.method", "", remedy="a page") for i, thing in enumerate(things)
+    ]
+    originals = patch(things[0], *patch_points)
     for x in (1, 2, 2):
         assert [thing.method(x) for thing in things] == [("method", x)] * 2
     warned = [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -220,14 +229,14 @@ def test_what_a_replacement_does_not_know_never_reaches_it():
         return "new"
 
     newer, thing = Newer(), Thing()
-    originals = patch(newer, Seam(newer, "method", replacement, "method", "", harmless=frozenset({"verbose"})))
+    originals = patch(newer, PatchPoint(newer, "method", replacement, "method", "", harmless=frozenset({"verbose"})))
     assert [newer.method(), newer.method(x=2, verbose=True)] == ["new", "new"]
     assert newer.method(2, 3) == (2, 3, {}) and newer.method(later=4, surprise=1) == (1, 4, {"surprise": 1})
     row = originals.report()[0]
     names = ("2 positional arguments where 1 is known", "unknown argument later", "unknown argument surprise")
     assert (row.calls, row.fallbacks, row.reasons) == (2, 2, dict.fromkeys(names, 1))
 
-    patch(thing, seam(thing, "method", replacement), seam(thing, "added", replacement, adds=True))
+    patch(thing, patch_point(thing, "method", replacement), patch_point(thing, "added", replacement, adds=True))
     for method, name in ((thing.method, "method"), (thing.added, "added")):
         with pytest.raises(TypeError, match=f"{name}: unknown argument surprise; its arguments are x"):
             method(surprise=1)
@@ -237,9 +246,16 @@ def test_what_a_replacement_does_not_know_never_reaches_it():
 
 def test_one_attribute_is_not_replaced_twice():
     thing = Thing()
-    seams = (Seam(thing, "method", lambda: 2, "a", ""), Seam(thing, "method", lambda: 3, "b", ""))
+    patch_points = (PatchPoint(thing, "method", lambda: 2, "a", ""), PatchPoint(thing, "method", lambda: 3, "b", ""))
     with pytest.raises(PatchError, match="a and a are the same attribute"):
-        patch(thing, seams[0], Seam(thing, "method", lambda: 4, "a", ""))
+        patch(thing, patch_points[0], PatchPoint(thing, "method", lambda: 4, "a", ""))
     with pytest.raises(PatchError, match="b and a are the same attribute of one object"):
-        patch(thing, *seams)
+        patch(thing, *patch_points)
     assert "method" not in vars(thing)
+
+
+def test_a_report_has_its_former_name_too():
+    with pytest.warns(DeprecationWarning, match="SeamReport is called PatchPointReport now"):
+        assert patching.SeamReport is patching.PatchPointReport
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = patching.Nothing

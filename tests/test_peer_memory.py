@@ -44,11 +44,11 @@ MODULES = [kernels] if torch.cuda.is_available() else [kernels, reference]
 both = pytest.mark.parametrize("module", MODULES, ids=lambda module: "kernel" if module is kernels else "reference")
 
 
-def ranks_memory(device, size, looks=1000, rows=ROWS, sent_rows=ROWS):
+def ranks_memory(device, size, polls=1000, rows=ROWS, sent_rows=ROWS):
     """Each rank's view of the same memory."""
     count = PeerMemory.bytes_for(size, rows, 4 * WIDTH, sent_rows)
     blocks = [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(size)]
-    return [PeerMemory.of(rank, blocks, rows, 4 * WIDTH, looks, sent_rows) for rank in range(size)]
+    return [PeerMemory.of(rank, blocks, rows, 4 * WIDTH, polls, sent_rows) for rank in range(size)]
 
 
 def leave(peers, part):
@@ -172,7 +172,7 @@ def test_a_use_leaves_alone_what_others_may_still_read_of_the_one_before(device,
 @both
 @pytest.mark.parametrize("sent_rows", [0, ROWS])
 def test_a_wait_for_a_rank_that_has_gone_ends(device, module, sent_rows):
-    everybody = ranks_memory(device, 2, looks=3, sent_rows=sent_rows)
+    everybody = ranks_memory(device, 2, polls=3, sent_rows=sent_rows)
     part, weight = torch.randn(4, WIDTH, device=device), torch.ones(WIDTH, device=device)
     leave(everybody[1], part[:2])  # its other rows are late
     assert not everybody[0].gave_up()
@@ -187,7 +187,7 @@ def test_a_wait_for_a_rank_that_has_gone_ends(device, module, sent_rows):
 @pytest.mark.parametrize("sent_rows", [0, ROWS])
 def test_after_a_failure_nothing_waits(device, module, sent_rows):
     """Else a step of hundreds of sums would wait a minute for each."""
-    everybody = ranks_memory(device, 2, looks=2**31 - 1, sent_rows=sent_rows)
+    everybody = ranks_memory(device, 2, polls=2**31 - 1, sent_rows=sent_rows)
     everybody[0].failed[0] = 1
     module.add(SharedSums(torch.ones(1, 8, device=device), torch.float32, everybody[0]))
     assert everybody[0].uses[0] == 1
@@ -300,7 +300,7 @@ def test_a_table_that_ranks_share_is_read_by_the_norm(device):
 
 def test_the_host_ends_a_wait(device):
     """As it does where a rank's process has ended; here before the wait."""
-    mine, _ = ranks_memory(device, 2, looks=2**31 - 1)
+    mine, _ = ranks_memory(device, 2, polls=2**31 - 1)
     mine.give_up()
     assert mine.gave_up()
     kernels.add(SharedSums(torch.ones(2, 8, device=device), torch.float32, mine))
@@ -397,7 +397,7 @@ def test_memory_is_opened_once_without_multicast(symmetric_memory, monkeypatch):
     assert ranks.peers.row_bytes == 160 and ranks.met == 2
     event = SimpleNamespace(query=lambda: True)
     ranks.wait_for(event)
-    peers.told[0] = 1  # a graph of the narrower model gave up waiting
+    peers.failed_on_host[0] = 1  # a graph of the narrower model gave up waiting
     with pytest.raises(RanksError, match="another rank's part did not arrive in a kernel"):
         ranks.wait_for(event)
     with pytest.raises(RanksError, match="gone or hangs"):
@@ -537,7 +537,7 @@ def test_memory_that_gives_other_numbers_than_a_gather_is_given_up(broken):
         @staticmethod
         def join_columns(part, memory):
             if broken == "a wait" and len(part) == 3:
-                memory.told[0] = 1
+                memory.failed_on_host[0] = 1
             out = join_columns(part, memory)
             return out + 1 if broken == "columns" and len(out) == 3 else out
 
@@ -576,8 +576,8 @@ def test_a_wait_ends_where_the_process_of_a_rank_has(monkeypatch):
     (peers,) = ranks_memory("cpu", 1)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         ranks = Gathering(0, 2, None, None, None, peers=peers, processes={1: psutil.Process(child.pid)})
-        looks = iter([False] * 5000)
-        ranks.wait_for(SimpleNamespace(query=lambda: next(looks, True)))
+        polls = iter([False] * 5000)
+        ranks.wait_for(SimpleNamespace(query=lambda: next(polls, True)))
         assert not peers.gave_up()
         child.kill()
         with pytest.raises(RanksError, match=r"the processes of ranks \[1\] have ended; end all ranks"):
@@ -592,7 +592,7 @@ def test_what_a_norm_has_waited_for_in_vain_is_an_error():
     (peers,) = ranks_memory("cpu", 1)
     ranks, event = Gathering(0, 2, None, None, None, peers=peers), SimpleNamespace(query=lambda: True)
     ranks.wait_for(event)
-    peers.told[0] = 1
+    peers.failed_on_host[0] = 1
     with pytest.raises(RanksError, match="another rank's part did not arrive in a kernel"):
         ranks.wait_for(event)
 

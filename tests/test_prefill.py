@@ -271,7 +271,7 @@ def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
         got: dict[int, list[int]] = {}
         for slot, request in enumerate(requests):
             with batch._in_use(), batch.state.unchanged():
-                mode = batch.chooser.mode(map(RunningRequest, requests, range(4)))
+                mode = batch.planner.mode(map(RunningRequest, requests, range(4)))
                 batch._prefill.rehearse({slot: request.prompt}, engine.draft, batch.state, mode)
             batch.enter_all([request])
             steps_of(batch, got, 2)

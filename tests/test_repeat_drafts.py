@@ -37,9 +37,9 @@ def make(kind, head, device):
         "suffix": lambda: RepeatDraft(SuffixSource(6, ring=ring)),
         "suffix tree": lambda: RepeatDraft(SuffixSource(6, SuffixRules(min_match=2, use_tree_spec=True), ring)),
         "ngram": lambda: RepeatDraft(NgramSource(4)),
-        "hybrid": lambda: HybridDraft(beams=head, source=SuffixSource(6, ring=ring)),
-        "hybrid ngram": lambda: HybridDraft(beams=head, source=NgramSource(5, match="latest")),
-        "continued": lambda: ContinuedDraft(beams=head, source=NgramSource(3), chain=2),
+        "hybrid": lambda: HybridDraft(model_draft=head, source=SuffixSource(6, ring=ring)),
+        "hybrid ngram": lambda: HybridDraft(model_draft=head, source=NgramSource(5, match="latest")),
+        "continued": lambda: ContinuedDraft(model_draft=head, source=NgramSource(3), chain=2),
     }[kind]()
 
 
@@ -85,7 +85,7 @@ def test_outputs_of_former_requests_are_drafted(model):
     sampling = SamplingParams(temperature=5.0, seed=7)  # nearly uniform: no repetition of its own
     for spec, draft in (
         (TreeSpec.repeats(8), RepeatDraft(SuffixSource(8, ring=OutputRing(500, torch.device("cpu"))))),
-        (None, HybridDraft(beams=head, source=SuffixSource(8, ring=OutputRing(500, torch.device("cpu"))))),
+        (None, HybridDraft(model_draft=head, source=SuffixSource(8, ring=OutputRing(500, torch.device("cpu"))))),
     ):
         engine = Engine(view, draft, make_operations())
         first, cold = decode(engine, [prompt], spec or draft.read_tree(), [64], 1, sampling)
@@ -117,7 +117,7 @@ def test_a_hybrid_is_no_worse_than_either_alone_and_shares_what_both_propose(mod
     view, head = native.read(model.cpu())
     prompts = [random_prompt(length, vocab=VOCABULARY, seed=length)[0] for length in range(3, 11)]
     limits = [60] * len(prompts)
-    draft = HybridDraft(beams=head, source=SuffixSource(6))
+    draft = HybridDraft(model_draft=head, source=SuffixSource(6))
     engine = Engine(view, draft, make_operations())
     both = draft.read_tree()
     steps = {}
@@ -141,7 +141,7 @@ def test_a_hybrid_is_no_worse_than_either_alone_and_shares_what_both_propose(mod
 def test_trees_may_change_while_requests_run(model):
     """Both, the head alone, repetition alone, plain: the text is the same, and all draft when their turn comes."""
     view, head = native.read(model.cpu())
-    engine = Engine(view, HybridDraft(beams=head, source=SuffixSource(6)), make_operations())
+    engine = Engine(view, HybridDraft(model_draft=head, source=SuffixSource(6)), make_operations())
     both = engine.draft.read_tree()
     specs = [both, head.read_tree(), TreeSpec(7, 0, (), grafts=6), PLAIN, both.with_grafts(4)]
     (want,), _ = decode(engine, [PROMPTS[2]], PLAIN, [150], 1)

@@ -122,7 +122,7 @@ def test_build(monkeypatch, version, kind, mode):
                 assert not rows[:, :3].any()  # the prefix is the caller's
                 assert torch.equal(rows[:, 3:].bool(), expected[0][: rows.numel()].view(NODES, -1)[:, 3:])
         name = next(path for path in originals if "build" in path)
-        assert next(seam.calls for seam in originals.report() if seam.path == name) == 3
+        assert next(patch_point.calls for patch_point in originals.report() if patch_point.path == name) == 3
     with pytest.raises((sglang_stub.Theirs, NameError)):
         build(*arguments, 8, *shape)
 
@@ -139,7 +139,7 @@ def test_verify(monkeypatch, version, kind, greedy):
         expected = expected_walk(work, spare, width, not own_renorm)
         with patch_sglang() as originals:
             assert_same(module.verify(work), expected)
-            assert any(seam.calls for seam in originals.report() if "verification" in seam.feature)
+            assert any(patch_point.calls for patch_point in originals.report() if "verification" in patch_point.feature)
         with pytest.raises((sglang_stub.Theirs, NameError, TypeError)):  # theirs again, or none on this device
             module.verify(work)
 
@@ -164,7 +164,7 @@ def test_what_is_left_to_sglang_is_reported(monkeypatch):
     for kind, left in (("cuda", []), ("hip", ["sglang.srt.speculative.dflash_utils." + replacements.SAMPLING_KERNEL])):
         sglang_stub.install(monkeypatch, "0.5.23", kind)
         with patch_sglang() as originals:
-            assert [seam.path for seam in originals.report() if seam.status == "left"] == left
+            assert [patch_point.path for patch_point in originals.report() if patch_point.status == "left"] == left
 
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.14", "0.5.23.dev1", "0.6.0"])

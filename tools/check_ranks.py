@@ -210,7 +210,7 @@ class Check:
 
         on_gpu = self.device.type == "cuda"
         ranks = replace(self.ranks, peers=None, why_no_peers=None)
-        peers = replace(self._memory(ranks), looks=200_000 if on_gpu else 1000)
+        peers = replace(self._memory(ranks), polls=200_000 if on_gpu else 1000)
 
         def seconds(sums: int) -> float:
             start = time.perf_counter()

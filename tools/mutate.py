@@ -1,7 +1,7 @@
 """Break the code in known ways, one at a time, and see that a test notices each.
 
     python tools/mutate.py                  all mutations, some ten minutes on two cores
-    python tools/mutate.py catch-up twins   those whose names contain one of these
+    python tools/mutate.py catch-up copies  those whose names contain one of these
 
 Each mutation replaces one piece of text in a copy of the tree and runs the tests that must then fail. The exit status
 is 1 if a mutation survives, or if its text is no longer there: bring it up to date then. Drafts never show in the
@@ -92,22 +92,22 @@ MUTATIONS = [
     Mutation(
         "a norm does not wait for another rank's part",
         "runtime/peer_exchange.py",
-        "while (seen - use < 0) & (looked < looks):",
-        "while (seen - use < 0) & (looked < 0):",
+        "while (seen - use < 0) & (polled < polls):",
+        "while (seen - use < 0) & (polled < 0):",
         "tests/test_peer_memory.py -k two_processes",
     ),
     Mutation(
         "columns are joined before another rank's are there",
         "ops/exchange.py",
-        "        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, looks, RANKS)",
+        "        signal_and_wait(signal_addresses_ptr, failed_ptr, failed_on_host_ptr, here, use, rank, polls, RANKS)",
         "        pass",
         "tests/test_exchange.py -k waits_for_others",
     ),
     Mutation(
         "what is sent is read before it is there",
         "runtime/peer_exchange.py",
-        "while (missing > 0) & (looked < looks):",
-        "while (missing > 0) & (looked < 0):",
+        "while (missing > 0) & (polled < polls):",
+        "while (missing > 0) & (polled < 0):",
         "tests/test_peer_memory.py -k two_processes",
     ),
     Mutation(
@@ -216,14 +216,14 @@ MUTATIONS = [
         "tests/test_batch.py -k staggered",
     ),
     Mutation(
-        "twins: the draft's cache is not copied",
+        "copies of a prompt: the draft's cache is not copied",
         "engine/state.py",
         "        by_slot.copy(self.draft_tensors, source, target, length)\n",
         "",
         "tests/test_batch.py -k equal_prompts",
     ),
     Mutation(
-        "twins: the target's caches are not copied",
+        "copies of a prompt: the target's caches are not copied",
         "engine/state.py",
         "        self.caches.copy(source, target, length)\n",
         "",

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle_triton.benchmarks.timing import synchronise
 from eagle_triton.comparison.figures import first_difference
 from eagle_triton.integration import EagleTritonConfig, optimize_eagle_with_triton
-from eagle_triton.patching import Originals, SeamReport
+from eagle_triton.patching import Originals, PatchPointReport
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def decode_all(
 def compare(
     model: Any, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float = 0.0,
     config: EagleTritonConfig | None = None, progress: Any = None, plain: bool = False,
-) -> tuple[list[Comparison], list[SeamReport]]:  # fmt: skip
+) -> tuple[list[Comparison], list[PatchPointReport]]:  # fmt: skip
     """Decode every prompt [1, L] with the model as it is, then optimised, and restore it.
 
     plain: also decode plainly, with both. `progress` is called without arguments after each generation. Returns a

@@ -70,11 +70,11 @@ class PromptQueue:
     def __init__(self, packed: bool, unread: set[int] | None = None):
         """packed: a forward reads several pieces; otherwise a prompt is one piece and one forward. unread: the shared
         pages that are not read yet; the queue removes them as it reads them. None: no pages are shared."""
-        self._packed, self._copies = packed, not packed or unread is None
+        self._packed, self._may_copy = packed, not packed or unread is None
         self._unread = set() if unread is None else unread
         self._readings: dict[int, _Reading] = {}  # in order of arrival
-        self._twins: dict[int, list[int]] = {}  # for each slot that is read: the slots that copy its prompt
-        self._unwanted: set[int] = set()  # dropped slots that are read only for their twins
+        self._copies: dict[int, list[int]] = {}  # for each slot that is read: the slots that copy its prompt
+        self._unwanted: set[int] = set()  # dropped slots that are read only for their copies
 
     def __bool__(self) -> bool:
         return bool(self._readings)
@@ -88,12 +88,12 @@ class PromptQueue:
         """Add prompts [L] int64 by slot, on the host. pages: of their first full pieces. alone: slots with prompts that
         are more than their tokens; these have their own forwards."""
         for slot, prompt in prompts.items():
-            twin = None if slot in alone else self._twin(prompt)
-            if twin is None:
+            source = None if slot in alone else self._source_of(prompt)
+            if source is None:
                 self._readings[slot] = _Reading(prompt, () if pages is None else pages[slot], slot in alone)
-                self._twins[slot] = []
+                self._copies[slot] = []
             else:
-                self._twins[twin].append(slot)
+                self._copies[source].append(slot)
 
     def next(self, most: int | None = None) -> Forward:
         """The next forward, with at least one piece and about `most` tokens; None: the most that a forward may have.
@@ -127,7 +127,7 @@ class PromptQueue:
         """Forget a slot's prompt, which is read. Returns the slots that copy it."""
         del self._readings[slot]
         self._unwanted.discard(slot)
-        return self._twins.pop(slot)
+        return self._copies.pop(slot)
 
     def drop(self, slot: int) -> list[int]:
         """Stop reading a slot's prompt. Returns the slots that are free now.
@@ -135,14 +135,14 @@ class PromptQueue:
         If other slots copy this prompt, it is still read, and its slot is not free. If this slot was the last to copy a
         dropped slot's prompt, that slot is free too.
         """
-        if self._twins.get(slot):
+        if self._copies.get(slot):
             self._unwanted.add(slot)
             return []
         freed = [slot]
-        source = next((source for source, twins in self._twins.items() if slot in twins), None)
+        source = next((source for source, copies in self._copies.items() if slot in copies), None)
         if source is not None:
-            self._twins[source].remove(slot)
-            if not self._twins[source] and source in self._unwanted:
+            self._copies[source].remove(slot)
+            if not self._copies[source] and source in self._unwanted:
                 freed.append(source)
         for slot in freed:
             if slot in self._readings:
@@ -155,11 +155,11 @@ class PromptQueue:
 
     def reads_for_others(self, slot: int) -> bool:
         """Whether other slots wait to copy a slot's prompt."""
-        return bool(self._twins.get(slot))
+        return bool(self._copies.get(slot))
 
-    def _twin(self, prompt: Tensor) -> int | None:
+    def _source_of(self, prompt: Tensor) -> int | None:
         """A slot with an equal prompt that is being read; None for a short prompt, which is read faster than copied."""
-        if not self._copies or (self._packed and len(prompt) <= PIECE_ROWS):
+        if not self._may_copy or (self._packed and len(prompt) <= PIECE_ROWS):
             return None
         own = hash_of(prompt)
         others = ((slot, other) for slot, other in self._readings.items() if other.hash == own and not other.alone)

@@ -33,13 +33,13 @@ from torch import Tensor
 
 from eagle_triton.engine.rank_processes import has_ended, processes_beside
 from eagle_triton.runtime.launch import StreamOrder
-from eagle_triton.runtime.peer_memory import LOOKS, PeerMemory
+from eagle_triton.runtime.peer_memory import POLLS, PeerMemory
 from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 STEP_SECONDS = 60.0  # a rank waits this long for another inside a generation: the other may be compiling kernels
 POLL_SECONDS = 2e-5
 LIVING_SECONDS = 0.5  # in a wait, between two checks that the other ranks' processes are alive
-PROOF_LOOKS = LOOKS // 3  # polls of a wait in `prove_memory`: long enough to compile, shorter than STEP_SECONDS
+PROOF_POLLS = POLLS // 3  # polls of a wait in `prove_memory`: long enough to compile, shorter than STEP_SECONDS
 BETWEEN_SECONDS = 1800.0  # a rank waits this long between generations: the other may be reading files
 MAX_EXCHANGED_ROWS = 512  # in one launch: enough for a step with eight trees of 60 nodes
 
@@ -173,7 +173,7 @@ class Ranks:
         """
         if self.peers is None or self._proved:
             return
-        memory, generator = replace(self.peers, looks=PROOF_LOOKS), torch.Generator().manual_seed(self.rank)
+        memory, generator = replace(self.peers, polls=PROOF_POLLS), torch.Generator().manual_seed(self.rank)
         for rows in (1, 3, min(60, memory.rows), memory.rows, 1):
             part = torch.randn(rows, like.shape[-1], generator=generator).to(like.device, torch.float32)
             parts = part, part.to(like.dtype)

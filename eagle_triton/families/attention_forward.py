@@ -22,7 +22,7 @@ from eagle_triton.engine.model.modules import project
 from eagle_triton.families.causal_lm import body_path
 from eagle_triton.models.target import TargetCache
 from eagle_triton.operands.ancestors import pack_ancestors
-from eagle_triton.patching import Fallback, Seam
+from eagle_triton.patching import Fallback, PatchPoint
 
 HARMLESS = frozenset(
     {"cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}
@@ -30,8 +30,8 @@ HARMLESS = frozenset(
 """Arguments that layers pass on and that change nothing in attention over the caches known here."""
 
 
-def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
-    """One seam per layer of `model.base_model`. The Python module of the base model's class decides which of the
+def patch_points(model: Any, engine: Engine) -> tuple[PatchPoint, ...]:
+    """One patch point per layer of `model.base_model`. The Python module of the base model's class decides which of the
     forwards below replaces the layers' own."""
     source = type(model.base_model).__module__.rpartition(".")[2]
     make = FORWARDS.get(source, transformers_forward)
@@ -39,7 +39,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
     path = body_path(model.base_model)
     modules = [layer.self_attn for layer in model.base_model.get_submodule(path).layers]
     return tuple(
-        Seam(
+        PatchPoint(
             module,
             "forward",
             make(attention, index, module),

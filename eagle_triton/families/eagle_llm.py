@@ -20,10 +20,10 @@ from eagle_triton.engine.scheduler.stop_rules import original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import attention_forward as attention
-from eagle_triton.families.methods import Steps, draft_of, drop, last, method_seam, prompt, sequences
+from eagle_triton.families.methods import Steps, draft_of, drop, last, method_patch_point, prompt, sequences
 from eagle_triton.families.safeailab import is_ea_model, read_eagle1_head, read_target
 from eagle_triton.models.generate_arguments import original_stop_ids
-from eagle_triton.patching import Seam
+from eagle_triton.patching import PatchPoint
 
 TARGETS = {"modeling_llama_kv": False, "modeling_mixtral_kv": False}
 
@@ -48,7 +48,7 @@ def read_tree(head: Any) -> TreeSpec:
 MAX_NEW, LONGEST = 1024, 1960  # the stops of the step-by-step methods
 
 
-def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
+def patch_points(model: Any, engine: Engine) -> tuple[PatchPoint, ...]:
     """The three generating methods. Raises UnsupportedModelError if the model's have other arguments."""
     default_tree = _default_tree(model)
 
@@ -122,13 +122,13 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
         return _first(max_steps, steps(PLAIN, input_ids, SamplingParams(), LONGEST, LONGEST))
 
     methods = (eagenerate, ea_generate, naive_generate)
-    return tuple(method_seam(model, method.__name__, method) for method in methods)
+    return tuple(method_patch_point(model, method.__name__, method) for method in methods)
 
 
-def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
+def module_patch_points(model: Any, engine: Engine) -> tuple[tuple[PatchPoint, ...], dict[str, str]]:
     """Every `self_attn.forward`; and the methods that are not replaced, with the reason."""
     reason = "drafts by sampling without replacement and returns the probabilities, which the engine does not have"
-    return attention.seams(model, engine), {"ea_layer.topK_genrate": reason}
+    return attention.patch_points(model, engine), {"ea_layer.topK_genrate": reason}
 
 
 def drop_caches(model: Any) -> None:

@@ -12,10 +12,10 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.stop_rules import generate as engine_generate
 from eagle_triton.families.methods import tree_of
 from eagle_triton.models.generate_arguments import GenerateArguments, check_sampling_is_meant, make_generator
-from eagle_triton.patching import Seam
+from eagle_triton.patching import PatchPoint
 
 
-def generate_seam(model: Any, engine: Engine) -> Seam:
+def generate_patch_point(model: Any, engine: Engine) -> PatchPoint:
     """`model.generate`, replaced if the model has one, else added."""
 
     def generate(
@@ -60,4 +60,4 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
         return request.pad(rows)
 
     added = not hasattr(model, "generate")
-    return Seam(model, "generate", generate, "generate", "engine, batched, exact stops", adds=added)
+    return PatchPoint(model, "generate", generate, "generate", "engine, batched, exact stops", adds=added)

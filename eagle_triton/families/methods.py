@@ -16,20 +16,20 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.models.checks import check_prompt
-from eagle_triton.patching import Seam
+from eagle_triton.patching import PatchPoint
 
 Steps = Generator[tuple[Tensor, int, int], None, None]  # (sequence so far [1, L + new], new tokens, index of the step)
 
 
-def method_seam(model: Any, name: str, replacement: Callable) -> Seam:
-    """A seam that replaces `model.name`. Raises UnsupportedModelError for other arguments or defaults."""
+def method_patch_point(model: Any, name: str, replacement: Callable) -> PatchPoint:
+    """A patch point that replaces `model.name`. Raises UnsupportedModelError for other arguments or defaults."""
     original = getattr(model, name, None)
     if original is None:
         raise UnsupportedModelError(f"model.{name} is missing on {type(model).__name__}")
     expected, got = _arguments(replacement), _arguments(original)
     if expected != got:
         raise UnsupportedModelError(f"model.{name} must take {expected}, got {got}: this version is not known")
-    return Seam(model, name, replacement, name, "engine")
+    return PatchPoint(model, name, replacement, name, "engine")
 
 
 def _arguments(function: Callable) -> list[tuple[str, Any]]:

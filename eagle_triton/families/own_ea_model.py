@@ -22,7 +22,7 @@ from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import check_fit
 from eagle_triton.models.target import default_feature_layers
-from eagle_triton.patching import Seam
+from eagle_triton.patching import PatchPoint
 
 
 def recognise(model: Any) -> bool:
@@ -122,23 +122,23 @@ def read_tree(head: heads.DraftHead) -> TreeSpec:
     return TreeSpec.dynamic(head.total_tokens + 1, head.depth, head.top_k)
 
 
-def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
+def module_patch_points(model: Any, engine: Engine) -> tuple[tuple[PatchPoint, ...], dict[str, str]]:
     """`ea_layer.topK_genrate` and every `self_attn.forward`; and the methods that are not replaced, with the reason."""
-    seams, skipped = upstream.module_seams(model, engine)
-    attentions = [seam for seam in seams if seam.attribute == "forward"]
-    if any("shared_kv_states" in inspect.signature(seam.owner.forward).parameters for seam in attentions):
-        seams = tuple(seam for seam in seams if seam not in attentions)
+    patch_points, skipped = upstream.module_patch_points(model, engine)
+    attentions = [patch_point for patch_point in patch_points if patch_point.attribute == "forward"]
+    if any("shared_kv_states" in inspect.signature(patch_point.owner.forward).parameters for patch_point in attentions):
+        patch_points = tuple(patch_point for patch_point in patch_points if patch_point not in attentions)
         skipped |= {"self_attn.forward": "the originals run, because they pass keys and values to each other"}
-    return seams, skipped
+    return patch_points, skipped
 
 
-def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
+def patch_points(model: Any, engine: Engine) -> tuple[PatchPoint, ...]:
     """The four generating methods of the original interface."""
 
     def remember() -> None:
         model.accept_lengths = engine.accept_lengths
 
-    return upstream.seams(model, engine, after_step=remember, greedy_count_is_tensor=False)
+    return upstream.patch_points(model, engine, after_step=remember, greedy_count_is_tensor=False)
 
 
 def drop_caches(model: Any) -> None:

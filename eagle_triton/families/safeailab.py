@@ -20,13 +20,13 @@ from eagle_triton.engine.scheduler.stop_rules import original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import attention_forward as attention
-from eagle_triton.families.methods import drop, last, method_seam, observed, prompt, sequences, tree_of
+from eagle_triton.families.methods import drop, last, method_patch_point, observed, prompt, sequences, tree_of
 from eagle_triton.families.reading.module_reader import ModuleReader, check_dtype, read_rotary
 from eagle_triton.families.reading.sharded import refuse_sharded
-from eagle_triton.families.topk_generate import draft_seam
+from eagle_triton.families.topk_generate import draft_patch_point
 from eagle_triton.models.checks import check_fits
 from eagle_triton.models.generate_arguments import original_stop_ids, stop_ids
-from eagle_triton.patching import Seam
+from eagle_triton.patching import PatchPoint
 
 TARGETS = {  # module of the target: whether its forward collects the features of an EAGLE-3 head
     "modeling_llama_kv": True,
@@ -213,18 +213,18 @@ def _source(base_model: Any) -> str:
     return type(base_model).__module__.rpartition(".")[2]
 
 
-def seams(
+def patch_points(
     model: Any,
     engine: Engine,
     after_step: Callable[[], None] = lambda: None,
     greedy_count_is_tensor: bool = True,
-) -> tuple[Seam, ...]:
+) -> tuple[PatchPoint, ...]:
     """The four generating methods. Raises UnsupportedModelError if the model's have other arguments.
 
     `after_step` runs after every decode step. The original returns the number of new tokens as a tensor [] if greedy.
     """
 
-    def method(name: str, plain: bool, stepwise: bool) -> Seam:
+    def method(name: str, plain: bool, stepwise: bool) -> PatchPoint:
         def generate(
             input_ids: Tensor,
             temperature: float = 0.0,
@@ -264,7 +264,7 @@ def seams(
             return (sequence, count, index) if log else sequence
 
         generate.__name__ = name
-        return method_seam(model, name, generate)
+        return method_patch_point(model, name, generate)
 
     return (
         method("eagenerate", plain=False, stepwise=False),
@@ -274,9 +274,9 @@ def seams(
     )
 
 
-def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
+def module_patch_points(model: Any, engine: Engine) -> tuple[tuple[PatchPoint, ...], dict[str, str]]:
     """`ea_layer.topK_genrate` and every `self_attn.forward`; and the methods that are not replaced, with the reason."""
-    return (draft_seam(model, engine), *attention.seams(model, engine)), {}
+    return (draft_patch_point(model, engine), *attention.patch_points(model, engine)), {}
 
 
 def drop_caches(model: Any) -> None:

@@ -21,7 +21,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families.methods import draft_of
 from eagle_triton.models.tree import retrieve_paths
 from eagle_triton.operands.ancestors import ancestor_matrix
-from eagle_triton.patching import Fallback, Seam
+from eagle_triton.patching import Fallback, PatchPoint
 
 
 class KeptRows(tuple):
@@ -49,7 +49,7 @@ def _layers(state: DecodeState) -> list[KeyValues]:
     return [draft.caches.layer(index) for index in range(draft.caches.count)]
 
 
-def draft_seam(model: Any, engine: Engine) -> Seam:
+def draft_patch_point(model: Any, engine: Engine) -> PatchPoint:
     """`ea_layer.topK_genrate` of a model with a head that drafts dynamic trees, or fixed ones with the same result."""
     ea_layer, lm_head = model.ea_layer, model.base_model.lm_head
     ops, draft = engine.ops, draft_of(engine)
@@ -125,4 +125,4 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             write_rows(layer.data, rows[:, :known], state.lengths.new_zeros(1), layer.table)
         return state
 
-    return Seam(ea_layer, "topK_genrate", topK_genrate, "ea_layer.topK_genrate", "draft tree on the operations")
+    return PatchPoint(ea_layer, "topK_genrate", topK_genrate, "ea_layer.topK_genrate", "draft tree on the operations")

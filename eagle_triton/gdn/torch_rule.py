@@ -55,12 +55,12 @@ def by_chunks(x: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
         total = g.double().cumsum(-1)
         before = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=q.device).tril()
         between = torch.where(before, total[..., :, None] - total[..., None, :], 0.0).exp().float() * before
-        since_state, left = total.exp().float()[..., None], (total[..., -1:] - total).exp().float()[..., None]
+        since_state, decay_to_end = total.exp().float()[..., None], (total[..., -1:] - total).exp().float()[..., None]
         right = beta[..., None] * (v - since_state * (k @ state))
         system = beta[..., None] * (k @ k.mT) * between
         update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         outputs.append(since_state * (q @ state) + ((q @ k.mT) * between) @ update)
-        state = since_state[..., -1:, :] * state + (k * left).mT @ update
+        state = since_state[..., -1:, :] * state + (k * decay_to_end).mT @ update
     return torch.cat(outputs, dim=2), state
 
 

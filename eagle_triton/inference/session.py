@@ -426,7 +426,7 @@ class Session:
             return
         self.policy.resize(self._batch.size_of_next(len(requests)))
         fixed = any(running.request.needs_fixed_tree(self._batch.verification) for running in requests)
-        self._batch.chooser.every_level = fixed
+        self._batch.planner.every_level = fixed
         wanted: TreeSpec = self._prepares or (self.policy.fixed_tree if fixed else self.policy.choose())
         if self._batch.spec != wanted:
             self._batch.spec = wanted

@@ -201,9 +201,9 @@ def _per_row(x, like):
 
 
 @gluon.jit
-def _rounded_in_pairs(x, KIND: gl.constexpr):
+def _rounded_in_pairs(x, DTYPE: gl.constexpr):
     """fp32 rounded to 16 bits, two numbers at a time, and the rounded numbers in fp32."""
-    if KIND is gl.bfloat16:
+    if DTYPE is gl.bfloat16:
         both = gl.inline_asm_elementwise(_ROUND_BF16, "=r,=r,=r,r,r", [x], (gl.bfloat16, gl.float32), True, 2)
     else:
         both = gl.inline_asm_elementwise(_ROUND_FP16, "=r,=r,=r,r,r", [x], (gl.float16, gl.float32), True, 2)
@@ -223,27 +223,27 @@ def _decayed(acc, decay):
 
 
 @gluon.jit
-def _weigh(scores, top, total, scale_log2, KIND: gl.constexpr):
+def _weigh(scores, top, total, scale_log2, DTYPE: gl.constexpr):
     """The weights of a tile's scores, the factor for earlier sums, and each row's new (maximum, denominator).
 
     This is attention_tiles._fold without its product.
     """
     new_top = gl.maximum(top, gl.ceil(gl.max(scores, 1) * scale_log2))
-    base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    exponent = gl.where(new_top == float("-inf"), 0.0, new_top)
     scales = gl.full(scores.shape, scale_log2, gl.float32, scores.type.layout)
-    weights = gl.exp2(gl.fma(scores, scales, (-base)[:, None].broadcast_to(scores.shape)))
-    weights, rounded = _rounded_in_pairs(weights, KIND)
-    decay = gl.exp2(top - base)
+    weights = gl.exp2(gl.fma(scores, scales, (-exponent)[:, None].broadcast_to(scores.shape)))
+    weights, rounded = _rounded_in_pairs(weights, DTYPE)
+    decay = gl.exp2(top - exponent)
     return weights, decay, new_top, gl.fma(total, decay, gl.sum(rounded, 1))
 
 
 @gluon.jit
-def _add_split(sums, base, whole, acc, top, total):
+def _add_split(sums, exponent, denominators, acc, top, total):
     """Add a split's (weighted sum, maximum, denominator) to the sum of earlier splits, as attention_tiles does."""
-    new_base = gl.maximum(base, top)
-    before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
-    sums = gl.fma(acc, _per_row(beside, acc).broadcast_to(acc.shape), sums * _per_row(before, acc))
-    return sums, new_base, gl.fma(total, beside, whole * before)
+    new_exponent = gl.maximum(exponent, top)
+    old_factor, factor = _relative_to(exponent, new_exponent), _relative_to(top, new_exponent)
+    sums = gl.fma(acc, _per_row(factor, acc).broadcast_to(acc.shape), sums * _per_row(old_factor, acc))
+    return sums, new_exponent, gl.fma(total, factor, denominators * old_factor)
 
 
 @gluon.jit
@@ -317,7 +317,7 @@ def _attend(
     D: gl.constexpr = SIZES.width
     GROUP: gl.constexpr = SIZES.group
     ALL_SPLITS: gl.constexpr = SPLITS.programs < SPLITS.most
-    KIND: gl.constexpr = q_tile.dtype
+    DTYPE: gl.constexpr = q_tile.dtype
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_D: gl.constexpr = q_tile.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
@@ -349,7 +349,7 @@ def _attend(
     acc = gl.zeros((_ROWS, BLOCK_D), gl.float32, SUMS)
     top = gl.full((_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros((_ROWS,), gl.float32, gl.SliceLayout(1, SCORES))
-    sums, base, whole = acc, top, total
+    sums, exponent, denominators = acc, top, total
     if sinks_ptr is not None:
         sink_ok = row_ok & (program == 0)
         sink = gl.load(sinks_ptr + (head * GROUP + row % GROUP), mask=sink_ok, other=float("-inf")).to(gl.float32)
@@ -367,7 +367,7 @@ def _attend(
     if window is not None:  # noqa: SIM102 (known before narrowed is)
         if narrowed > 0:
             scores = _scores_in_window(scores, oldest, first)
-    weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
+    weights, decay, top, total = _weigh(scores, top, total, scale_log2, DTYPE)
     operand = gl.convert_layout(weights, WEIGHTS)
     for tile in range(1, count):
         slot, start = tile % STAGES, first + tile * _ROWS
@@ -387,7 +387,7 @@ def _attend(
             begins = tile == split_tile
             split_top, split_total = top, total
             top, total = gl.where(begins, float("-inf"), top), gl.where(begins, 0.0, total)
-        weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
+        weights, decay, top, total = _weigh(scores, top, total, scale_log2, DTYPE)
         if not ALL_SPLITS:
             # The slot is full already. This wait makes ptxas compute the weights before the wait below; otherwise it
             # waits for the sums first. That is better for many sequences, where memory is slow: slots are free early.
@@ -397,7 +397,7 @@ def _attend(
         operand = gl.convert_layout(weights, WEIGHTS)
         if ALL_SPLITS:  # noqa: SIM102 (known before begins is)
             if begins:
-                sums, base, whole = _add_split(sums, base, whole, acc, split_top, split_total)
+                sums, exponent, denominators = _add_split(sums, exponent, denominators, acc, split_top, split_total)
                 acc = gl.zeros((_ROWS, BLOCK_D), gl.float32, SUMS)
                 split += 1
                 split_tile = _first_tile(split, tiles, active)
@@ -410,13 +410,13 @@ def _attend(
     acc = warpgroup_mma(operand, v_tiles.index(slot), acc, is_async=True)
     acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
     if ALL_SPLITS:
-        acc, top, total = _add_split(sums, base, whole, acc, top, total)
+        acc, top, total = _add_split(sums, exponent, denominators, acc, top, total)
 
     out_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
     out_column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, SUMS))
     mask = (out_row < rows)[:, None] & (out_column < D)[None, :]
     if SPLITS.programs == 1:
-        o = (acc * _per_row(1.0 / gl.where(total == 0.0, 1.0, total), acc)).to(KIND)
+        o = (acc * _per_row(1.0 / gl.where(total == 0.0, 1.0, total), acc)).to(DTYPE)
         if SIZES.word_order:
             o = _in_word_order(o)
             out_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, o.type.layout))

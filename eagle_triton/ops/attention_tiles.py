@@ -249,35 +249,39 @@ def _tanh(x):
 def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
     """Fold a tile's scores and values into the running (weighted sum, maximum, denominator) of each row."""
     new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale_log2))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-    weights = tl.exp2(tl.fma(scores, scale_log2, -base[:, None])).to(v.dtype)
-    decay = tl.exp2(top - base)
+    exponent = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    weights = tl.exp2(tl.fma(scores, scale_log2, -exponent[:, None])).to(v.dtype)
+    decay = tl.exp2(top - exponent)
     acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
     return acc, new_top, tl.fma(total, decay, tl.sum(weights.to(tl.float32), 1))  # a lone key's weight is 1 in the end
 
 
 @triton.jit
-def _relative_to(top, base):
-    """The power of two that takes sums relative to 2^top to 2^base, 0 for top -inf."""
-    return tl.exp2(top - tl.where(base == float("-inf"), 0.0, base))
+def _relative_to(top, exponent):
+    """The power of two that takes sums relative to 2^top to 2^exponent, 0 for top -inf."""
+    return tl.exp2(top - tl.where(exponent == float("-inf"), 0.0, exponent))
 
 
 @triton.jit
-def _add_split(sums, base, whole, acc, top, total):
+def _add_split(sums, exponent, denominators, acc, top, total):
     """Add a split's (weighted sum, maximum, denominator) to the totals of the splits before it. Only the additions
     round, and small terms may underflow."""
-    new_base = tl.maximum(base, top)
-    before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
-    return tl.fma(acc, beside[:, None], sums * before[:, None]), new_base, tl.fma(total, beside, whole * before)
+    new_exponent = tl.maximum(exponent, top)
+    old_factor, factor = _relative_to(exponent, new_exponent), _relative_to(top, new_exponent)
+    return (
+        tl.fma(acc, factor[:, None], sums * old_factor[:, None]),
+        new_exponent,
+        tl.fma(total, factor, denominators * old_factor),
+    )
 
 
 @triton.jit
-def _begin_split(begins, sums, base, whole, acc, top, total):
+def _begin_split(begins, sums, exponent, denominators, acc, top, total):
     """Where a split begins, add the one before it to the totals and start from nothing."""
     if begins:
-        sums, base, whole = _add_split(sums, base, whole, acc, top, total)
+        sums, exponent, denominators = _add_split(sums, exponent, denominators, acc, top, total)
         acc, top, total = _nothing(acc.shape[0], acc.shape[1])
-    return sums, base, whole, acc, top, total
+    return sums, exponent, denominators, acc, top, total
 
 
 @triton.jit
@@ -324,7 +328,7 @@ def _attend(
     rows_page = (keys.page // D).to(tl.int32)
     acc, top, total = _nothing(BLOCK_M, BLOCK_D)
     if ALL_SPLITS:
-        sums, base, whole = _nothing(BLOCK_M, BLOCK_D)
+        sums, exponent, denominators = _nothing(BLOCK_M, BLOCK_D)
         split = 1  # the next to begin
     if sink is not None:
         top, total = _sink(sink)
@@ -346,7 +350,9 @@ def _attend(
         if ALL_SPLITS:
             begins = start == first + _first_tile(split, tiles, active) * BLOCK_N
             split += begins
-            sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
+            sums, exponent, denominators, acc, top, total = _begin_split(
+                begins, sums, exponent, denominators, acc, top, total
+            )
         if TMA:
             k = keys.desc.load([keys.k_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
@@ -374,7 +380,9 @@ def _attend(
         if ALL_SPLITS:
             begins = start == first + _first_tile(split, tiles, active) * BLOCK_N
             split += begins
-            sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
+            sums, exponent, denominators, acc, top, total = _begin_split(
+                begins, sums, exponent, denominators, acc, top, total
+            )
         rows = start + row
         ok = (rows < last)[:, None] & column_ok[None, :]
         offset = _tile_offset(page, start, keys.page, STRIDE_T, PAGE)
@@ -405,7 +413,7 @@ def _attend(
         scores = tl.where(visible & (rows < last)[None, :], scores, float("-inf"))
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, True)
     if ALL_SPLITS:
-        acc, top, total = _add_split(sums, base, whole, acc, top, total)
+        acc, top, total = _add_split(sums, exponent, denominators, acc, top, total)
     return acc, top, total
 
 
@@ -582,18 +590,18 @@ def merge_rows(
     if PDL:
         tl.extra.cuda.gdc_wait()
     ok = row_ok[:, None] & (split < active)[None, :]
-    base = tl.max(tl.load(softmax_ptr + 2 * split[None, :] * rows + row[:, None], mask=ok, other=float("-inf")), 1)
+    exponent = tl.max(tl.load(softmax_ptr + 2 * split[None, :] * rows + row[:, None], mask=ok, other=float("-inf")), 1)
     sums = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    whole = tl.zeros((BLOCK_R,), tl.float32)
+    denominators = tl.zeros((BLOCK_R,), tl.float32)
     for index in tl.static_range(MAX_SPLITS):
         active_row = row_ok & (index < active)
         top = tl.load(softmax_ptr + 2 * index * rows + row, mask=active_row, other=float("-inf"))
         total = tl.load(softmax_ptr + (2 * index + 1) * rows + row, mask=active_row, other=0.0)
         partial = tl.load(sums_ptr + index * rows * D + tile, mask=mask & (index < active), other=0.0)
-        beside = _relative_to(top, base)
-        sums = tl.fma(partial, beside[:, None], sums)
-        whole = tl.fma(total, beside, whole)
-    merged = _normalised(sums, whole)
+        factor = _relative_to(top, exponent)
+        sums = tl.fma(partial, factor[:, None], sums)
+        denominators = tl.fma(total, factor, denominators)
+    merged = _normalised(sums, denominators)
     node, query_head = row // GROUP, head * GROUP + row % GROUP
     if pair is not None:
         tl.static_assert(D == 128)

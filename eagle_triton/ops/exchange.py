@@ -25,7 +25,7 @@ from eagle_triton.runtime.peer_memory import PeerMemory
 _MIN_BLOCK = 1024  # elements of a program: smaller blocks would make more programs wait
 
 
-@triton.jit(do_not_specialize=["looks", "first", "place_rows", "sent_rows", "blocks"])
+@triton.jit(do_not_specialize=["polls", "first", "place_rows", "sent_rows", "blocks"])
 def _join_columns_kernel(
     part_ptr,
     out_ptr,
@@ -34,9 +34,9 @@ def _join_columns_kernel(
     word_addresses_ptr,
     uses_ptr,
     failed_ptr,
-    told_ptr,
+    failed_on_host_ptr,
     rank,
-    looks,
+    polls,
     place_rows,
     place_width,
     sent_rows,
@@ -75,11 +75,13 @@ def _join_columns_kernel(
             theirs = part
             if other != rank:
                 start = (place + other * sent_rows) * word_width
-                theirs = receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, kind)
+                theirs = receive(
+                    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, failed_on_host_ptr, polls, kind
+                )
             tl.store(out_ptr + other * columns + offs, theirs, mask=mask)
         tl.debug_barrier()
     else:
-        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, looks, RANKS)
+        signal_and_wait(signal_addresses_ptr, failed_ptr, failed_on_host_ptr, here, use, rank, polls, RANKS)
         for other in tl.static_range(RANKS):
             theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, kind), mask=mask)
             tl.store(out_ptr + other * columns + offs, theirs, mask=mask)

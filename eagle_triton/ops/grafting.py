@@ -183,18 +183,18 @@ def _count_right_kernel(
             reached = there & (place <= wrong) & (place <= accepted)
             cell = counts.ptr + tl.load(buckets_ptr + sequence) * counts.bucket + place * 2
             right = tl.load(cell, mask=real, other=0) + (reached & (place < wrong)).to(tl.int32)
-            of = tl.load(cell + 1, mask=real, other=0) + reached.to(tl.int32)
+            reached_count = tl.load(cell + 1, mask=real, other=0) + reached.to(tl.int32)
             tl.store(cell, right, mask=real)
-            tl.store(cell + 1, of, mask=real)
+            tl.store(cell + 1, reached_count, mask=real)
             tl.debug_barrier()
     for first in range(0, BUCKETS * PLACES, BLOCK):
         index = first + tl.arange(0, BLOCK)
         cells = counts.ptr + index // PLACES * counts.bucket + index % PLACES * 2
         inside = (index < BUCKETS * PLACES) & (index % PLACES < places)
-        of = tl.load(cells + 1, mask=inside, other=0)
-        many = inside & (of >= _MAX_COUNTED)
+        reached_count = tl.load(cells + 1, mask=inside, other=0)
+        many = inside & (reached_count >= _MAX_COUNTED)
         tl.store(cells, tl.load(cells, mask=many, other=0) // 2, mask=many)
-        tl.store(cells + 1, of // 2, mask=many)
+        tl.store(cells + 1, reached_count // 2, mask=many)
 
 
 def graft(

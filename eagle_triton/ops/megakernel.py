@@ -429,9 +429,9 @@ def draft_verify_update_kernel(
     PHASES: tl.constexpr = 13 if EAGLE3 else 15
     for phase in range(-1 if EAGLE3 else 0, PASSES * PHASES):
         index = tl.maximum(phase, 0) // PHASES
-        kind = phase - index * PHASES
+        phase_kind = phase - index * PHASES
         if EAGLE3:
-            kind = tl.where(kind == 0, INPUTS, kind + 2)
+            phase_kind = tl.where(phase_kind == 0, INPUTS, phase_kind + 2)
         first_pass = index == 0
         level = tl.maximum(index - 1, 0)  # its chosen children are the nodes of this pass
         if UNIFORM:
@@ -449,7 +449,7 @@ def draft_verify_update_kernel(
         rows = B * count
         ends = tl.where(first_pass, B, rows)  # after the pass over accepted tokens, only last rows continue
 
-        if kind == INPUTS:  # the embedding and the feature of each node, and the bookkeeping of its beam
+        if phase_kind == INPUTS:  # the embedding and the feature of each node, and the bookkeeping of its beam
             for task in range(program, rows * 2 * ok, PROGRAMS):
                 row = wide(task // 2)
                 is_token = task % 2 == 0
@@ -514,35 +514,37 @@ def draft_verify_update_kernel(
                         picked = work.normed + row * HIDDEN  # a place that is never read
                     norm_row(source, weight, None, out, picked, 0, eps, HIDDEN, BLOCK_H, 1, False)
 
-        elif (kind == QKV) | (kind == OUT) | (kind == DOWN) | (kind == HEAD) | (kind == FC):
+        elif (
+            (phase_kind == QKV) | (phase_kind == OUT) | (phase_kind == DOWN) | (phase_kind == HEAD) | (phase_kind == FC)
+        ):
             source, source_desc = work.inputs, qkv_in_desc
             weight, weight_desc = layer.q, q_desc
             depth, width, tiles, splits, height = 2 * HIDDEN, QKV_COLS, QKV_TILES, QKV_SPLITS, rows
             if not EAGLE3:
                 source, depth = work.residual, HIDDEN
-            if kind == FC:
+            if phase_kind == FC:
                 source_desc, splits, weight, weight_desc = fc_in_desc, FC_SPLITS, layer.fc, fc_desc
                 source = work.gathered if EAGLE3 else work.inputs
                 depth = target.features if EAGLE3 else 2 * HIDDEN
-            elif kind == OUT:
+            elif phase_kind == OUT:
                 source, source_desc, depth, splits = attended_ptr, o_in_desc, Q_COLS, OUT_SPLITS
                 weight, weight_desc = layer.o, o_desc
-            elif kind == DOWN:
+            elif phase_kind == DOWN:
                 source, source_desc, depth, splits = work.inner, down_in_desc, INNER, DOWN_SPLITS
                 weight, weight_desc = layer.down, down_desc
-            elif kind == HEAD:
+            elif phase_kind == HEAD:
                 source, source_desc, depth, splits = work.hidden, head_in_desc, HIDDEN, 1
                 if EAGLE3:
                     source = work.head_in
                 weight, weight_desc = layer.head, head_desc
                 width, tiles, height = layer.vocabulary, tl.cdiv(layer.vocabulary, TILE_N), ends
-            if (kind == FC) | (kind == OUT) | (kind == DOWN):
+            if (phase_kind == FC) | (phase_kind == OUT) | (phase_kind == DOWN):
                 width, tiles = HIDDEN, tl.cdiv(HIDDEN, TILE_N)
             for task in range(program, tiles * splits * ok, PROGRAMS):
                 tile, split = task // splits, task % splits
                 cols, base = width, 0
                 own, own_desc, bias = weight, weight_desc, layer.q_bias
-                if kind == QKV:  # one product of three weights
+                if phase_kind == QKV:  # one product of three weights
                     cols = Q_COLS
                     if tile >= Q_TILES + KV_TILES:
                         tile -= Q_TILES + KV_TILES
@@ -568,18 +570,18 @@ def draft_verify_update_kernel(
                     EVEN_K,
                     STAGES,
                 )
-                if layer.q_bias is not None and kind == QKV:
+                if layer.q_bias is not None and phase_kind == QKV:
                     acc = add_bias(acc, bias, column, tl.where(split == 0, cols, 0), TILE_N, SWAP)
-                if layer.fc_bias is not None and kind == FC:
+                if layer.fc_bias is not None and phase_kind == FC:
                     acc = add_bias(acc, layer.fc_bias, column, tl.where(split == 0, cols, 0), TILE_N, SWAP)
-                if kind == HEAD:
+                if phase_kind == HEAD:
                     logits = Rows(work.logits, layer.vocabulary)
                     store_tile(acc, None, logits, 0, column, height, cols, BLOCK_M, TILE_N, SWAP)
                 else:
                     products = Rows(products_ptr + wide(split) * height * width + base, width)
                     store_tile(acc, None, products, 0, column, height, cols, BLOCK_M, TILE_N, SWAP)
 
-        elif kind == ROTARY:
+        elif phase_kind == ROTARY:
             for task in range(program, rows * HEADS * ok, PROGRAMS):
                 place = task % count
                 batch = wide(task // (count * HEADS))
@@ -615,7 +617,7 @@ def draft_verify_update_kernel(
                     False,
                 )
 
-        elif kind == ATTEND:
+        elif phase_kind == ATTEND:
             visible = sequences.lengths
             bits = work.beam_ancestors + (level + 1) * (B * BEAM * WORDS)
             bits_stride = BEAM * WORDS
@@ -644,7 +646,7 @@ def draft_verify_update_kernel(
                     Tiles(ROWS_M, KEYS_N, KEYS_T, D_BLOCK),
                 )
 
-        elif kind == MERGE:
+        elif phase_kind == MERGE:
             if KEY_SPLITS > 1:
                 visible = sequences.lengths
                 if first_pass:
@@ -670,15 +672,15 @@ def draft_verify_update_kernel(
                         False,
                     )
 
-        elif (kind == POST) | (kind == NORM) | (kind == SUM):
-            for task in range(program, tl.where(kind == NORM, ends, rows) * ok, PROGRAMS):
+        elif (phase_kind == POST) | (phase_kind == NORM) | (phase_kind == SUM):
+            for task in range(program, tl.where(phase_kind == NORM, ends, rows) * ok, PROGRAMS):
                 row = wide(task)
                 source = row
-                if first_pass & (kind == NORM):
+                if first_pass & (phase_kind == NORM):
                     source = row * STEPS + tl.maximum(tl.load(verified.accepted + row), 0)
                 sums = products_ptr + source * HIDDEN
                 x = work.x + source * HIDDEN
-                if kind == POST:
+                if phase_kind == POST:
                     residual = work.residual + row * HIDDEN
                     if NORMED_RESIDUAL:
                         residual = work.inputs + (row * 2 + 1) * HIDDEN
@@ -695,7 +697,7 @@ def draft_verify_update_kernel(
                         OUT_SPLITS,
                         False,
                     )
-                elif kind == NORM:
+                elif phase_kind == NORM:
                     out = work.hidden + row * HIDDEN
                     normed, total = out, None
                     if EAGLE3:
@@ -724,7 +726,7 @@ def draft_verify_update_kernel(
                     out = work.residual + row * HIDDEN
                     norm_row(sums, None, None, out, None, rows * HIDDEN, 0.0, HIDDEN, BLOCK_H, FC_SPLITS, False)
 
-        elif kind == SWIGLU:
+        elif phase_kind == SWIGLU:
             for task in range(program, tl.cdiv(INNER, MLP_N) * ok, PROGRAMS):
                 swiglu_tile(
                     0,
@@ -741,7 +743,7 @@ def draft_verify_update_kernel(
                     EVEN_K,
                 )
 
-        elif kind == TOPK:
+        elif phase_kind == TOPK:
             for task in range(program, ends * CHUNKS * ok, PROGRAMS):
                 row = wide(task // CHUNKS)
                 topk_chunk(

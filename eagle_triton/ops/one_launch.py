@@ -718,10 +718,10 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
         values = tiles.index(n % SLOTS * 2 + 1).load(gl.SliceLayout(0, mix)).to(gl.float32)
         values = gl.where(of_value < new, values, gl.where(of_value == new, value, 0.0))
         scores = work.scores.index(n % 2).load(gl.SliceLayout(2, mix))
-        before = largest
-        largest = gl.maximum(before, gl.max(scores, axis=1))
+        previous = largest
+        largest = gl.maximum(previous, gl.max(scores, axis=1))
         softmax = gl.exp2(scores - largest[:, None])
-        share = gl.exp2(before - largest)
+        share = gl.exp2(previous - largest)
         total = total * share + gl.sum(softmax, axis=1)
         added = gl.sum(rounded(softmax, _BF16)[:, :, None] * values[None, :, :], axis=1)
         mixed = mixed * gl.convert_layout(share, gl.SliceLayout(1, own))[:, None] + added

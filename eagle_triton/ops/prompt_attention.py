@@ -85,11 +85,11 @@ def _take_rows_kernel(
 
 
 @triton.jit
-def _add_part(sums, whole, part, tile, ok, lse, top):
+def _add_part(sums, denominators, part, tile, ok, lse, top):
     """Add a part. Its weights are relative to exp(lse), with one lse for each row."""
     weight = tl.exp(lse - top)
     values = tl.load(part.out + tile, mask=ok & (lse > float("-inf"))[:, None], other=0.0)
-    return tl.fma(values.to(tl.float32), weight[:, None], sums), whole + weight
+    return tl.fma(values.to(tl.float32), weight[:, None], sums), denominators + weight
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sinks_ptr"])
@@ -124,16 +124,16 @@ def _add_parts_kernel(
     ok = row_ok[:, None] & (column < D)[None, :]
     tile = (row * heads + head)[:, None] * D + column[None, :]
     sums = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    whole = tl.zeros((BLOCK_R,), tl.float32)
+    denominators = tl.zeros((BLOCK_R,), tl.float32)
     if sinks_ptr is not None:
-        whole += tl.exp(sink - top)
-    sums, whole = _add_part(sums, whole, part0, tile, ok, lse0, top)
-    sums, whole = _add_part(sums, whole, part1, tile, ok, lse1, top)
-    sums, whole = _add_part(sums, whole, part2, tile, ok, lse2, top)
-    sums, whole = _add_part(sums, whole, part3, tile, ok, lse3, top)
-    tl.store(out_ptr + tile, (sums / whole[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
+        denominators += tl.exp(sink - top)
+    sums, denominators = _add_part(sums, denominators, part0, tile, ok, lse0, top)
+    sums, denominators = _add_part(sums, denominators, part1, tile, ok, lse1, top)
+    sums, denominators = _add_part(sums, denominators, part2, tile, ok, lse2, top)
+    sums, denominators = _add_part(sums, denominators, part3, tile, ok, lse3, top)
+    tl.store(out_ptr + tile, (sums / denominators[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
     if lse_ptr is not None:
-        tl.store(lse_ptr + place, top + tl.log(whole), mask=row_ok)
+        tl.store(lse_ptr + place, top + tl.log(denominators), mask=row_ok)
 
 
 def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:

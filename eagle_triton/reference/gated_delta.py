@@ -149,8 +149,8 @@ def delta_chunk(
         seen = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).tril()
         chunk, update = _outputs(q, k, v, beta, total, seen, state)
         outputs.append(chunk)
-        left, kept = (total[..., -1:] - total).exp().float(), total[..., -1].exp().float()
-        state.copy_(kept[..., None, None] * state + (k * left[..., None]).mT @ update)
+        decay_to_end, kept = (total[..., -1:] - total).exp().float(), total[..., -1].exp().float()
+        state.copy_(kept[..., None, None] * state + (k * decay_to_end[..., None]).mT @ update)
     return torch.cat(outputs, dim=2).transpose(1, 2).to(mixed.dtype)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle_triton.runtime.peer_memory import PeerMemory
 
 MIN_SENT = 64  # values for each warp of a receiving program: two for each thread
-_LOOKS_BETWEEN = tl.constexpr(4096)  # polls of a signal between two checks whether to give up: some milliseconds
+_POLLS_BETWEEN = tl.constexpr(4096)  # polls of a signal between two checks whether to give up: some milliseconds
 
 
 class Peers(NamedTuple):
@@ -26,7 +26,7 @@ class Peers(NamedTuple):
     words: Tensor
     uses: Tensor
     failed: Tensor
-    told: Tensor
+    failed_on_host: Tensor
     rank: int
     place_rows: int
     place_width: int
@@ -35,34 +35,34 @@ class Peers(NamedTuple):
 
     @staticmethod
     def of(memory: PeerMemory, element_size: int) -> Peers:
-        places, signals, words, uses, failed, told, rank, _, *sizes = memory.arguments(element_size)
-        return Peers(places, signals, words, uses, failed, told, rank, *sizes)
+        places, signals, words, uses, failed, failed_on_host, rank, _, *sizes = memory.arguments(element_size)
+        return Peers(places, signals, words, uses, failed, failed_on_host, rank, *sizes)
 
 
 @triton.jit
-def pointer_to(addresses_ptr, rank, KIND: tl.constexpr):
+def pointer_to(addresses_ptr, rank, DTYPE: tl.constexpr):
     """A pointer to a rank's memory, from a list of addresses."""
-    return tl.load(addresses_ptr + rank).to(tl.pointer_type(KIND))
+    return tl.load(addresses_ptr + rank).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
-def row_at(addresses_ptr, rank, start, offs, KIND: tl.constexpr):
+def row_at(addresses_ptr, rank, start, offs, DTYPE: tl.constexpr):
     """Pointers [1, n] to elements start + offs of a rank's memory. A row begins at `start`, aligned to 16 bytes."""
-    return tl.multiple_of(pointer_to(addresses_ptr, rank, KIND) + start + offs, (1, 16))
+    return tl.multiple_of(pointer_to(addresses_ptr, rank, DTYPE) + start + offs, (1, 16))
 
 
 @triton.jit
-def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS: tl.constexpr):
+def signal_and_wait(signal_addresses_ptr, failed_ptr, failed_on_host_ptr, row, use, rank, polls, RANKS: tl.constexpr):
     """Signal all other ranks that this rank's part of a row is in place for its `use`, and wait for their signals.
 
-    Ranks that have waited see this program's earlier writes, and this program then sees theirs. After `looks` polls of
-    all signals together the wait gives up: it sets the words at `failed_ptr` and `told_ptr` and goes on. From then on
-    nothing waits. The host may set these words too.
+    Ranks that have waited see this program's earlier writes, and this program then sees theirs. After `polls` polls of
+    all signals together the wait gives up: it sets the words at `failed_ptr` and `failed_on_host_ptr` and goes on. From
+    then on nothing waits. The host may set these words too.
 
     Values that may change meanwhile are read by one thread (atomics) or reduced over all threads, so that all threads
     take the same branch.
     """
-    looked = 0
+    polled = 0
     tl.debug_barrier()  # every thread's writes come before the one thread's release
     for other in tl.static_range(RANKS):
         if other != rank:
@@ -72,23 +72,23 @@ def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, 
         if other != rank:
             mine = pointer_to(signal_addresses_ptr, rank, tl.int32) + row * RANKS + other
             seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-            while (seen - use < 0) & (looked < looks):  # a difference, because counts may overflow
+            while (seen - use < 0) & (polled < polls):  # a difference, because counts may overflow
                 seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-                looked = _looked_again(looked, looks, failed_ptr)
+                polled = _polled_again(polled, polls, failed_ptr)
             if seen - use < 0:
                 tl.store(failed_ptr, 1)
-                tl.store(told_ptr, 1)
+                tl.store(failed_on_host_ptr, 1)
     tl.debug_barrier()
 
 
 @triton.jit
-def _looked_again(looked, looks, failed_ptr):
+def _polled_again(polled, polls, failed_ptr):
     """Count one more poll; count all of them if another wait has given up."""
-    looked += 1
-    if looked % _LOOKS_BETWEEN == 1:  # noqa: SIM102 (`and` would evaluate both)
+    polled += 1
+    if polled % _POLLS_BETWEEN == 1:  # noqa: SIM102 (`and` would evaluate both)
         if tl.atomic_add(failed_ptr, 0, sem="relaxed") != 0:
-            looked = looks
-    return looked
+            polled = polls
+    return polled
 
 
 @triton.jit
@@ -101,20 +101,22 @@ def send(word_addresses_ptr, part, start, offs, mask, use, rank, RANKS: tl.const
 
 
 @triton.jit
-def receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, KIND: tl.constexpr):
-    """Wait for the values [1, n] that `send` writes there, and return them as KIND; 0 where `mask` is false.
+def receive(
+    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, failed_on_host_ptr, polls, DTYPE: tl.constexpr
+):
+    """Wait for the values [1, n] that `send` writes there, and return them as DTYPE; 0 where `mask` is false.
 
     The layout must not give one value to two threads. If values do not arrive, it gives up like `signal_and_wait`.
     """
-    looked = 0
+    polled = 0
     words_ptr, nothing = row_at(word_addresses_ptr, rank, start, offs, tl.int64), use.to(tl.int64) << 32
     words = tl.load(words_ptr, mask=mask, other=nothing, volatile=True)
     missing = tl.max(((words >> 32).to(tl.int32) != use).to(tl.int32))
-    while (missing > 0) & (looked < looks):
+    while (missing > 0) & (polled < polls):
         words = tl.load(words_ptr, mask=mask, other=nothing, volatile=True)
         missing = tl.max(((words >> 32).to(tl.int32) != use).to(tl.int32))
-        looked = _looked_again(looked, looks, failed_ptr)
+        polled = _polled_again(polled, polls, failed_ptr)
     if missing > 0:
         tl.store(failed_ptr, 1)
-        tl.store(told_ptr, 1)
-    return words.to(tl.uint32).to(KIND, bitcast=True)
+        tl.store(failed_on_host_ptr, 1)
+    return words.to(tl.uint32).to(DTYPE, bitcast=True)

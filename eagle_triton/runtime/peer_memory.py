@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOOKS = 100_000_000  # polls of a signal before a wait gives up: about a minute
+POLLS = 100_000_000  # polls of a signal before a wait gives up: about a minute
 PLACES = 2
 # Values are sent up to these numbers of rows and of 32-bit values. In a step on two H200, a norm of 10 rows of 4096
 # takes 8.0 µs if sent and 11.2 if read; the logits of a draft pass 5.7 and 9.9; but a norm of 60 rows 10.7 and 9.5.
@@ -45,7 +45,7 @@ class PeerMemory:
     | word_addresses    |                          |                                                             |
     | uses              | [rows]                   | int32: how often a row was used                             |
     | failed            | [1]                      | int32: 1 after a wait has given up; then nothing waits      |
-    | told              | [1]                      | the same for the host: int32 in page-locked host memory     |
+    | failed_on_host    | [1]                      | the same for the host: int32 in page-locked host memory     |
     """
 
     rank: int
@@ -57,8 +57,8 @@ class PeerMemory:
     word_addresses: Tensor
     uses: Tensor
     failed: Tensor
-    told: Tensor
-    looks: int = LOOKS  # polls of a signal before a wait gives up
+    failed_on_host: Tensor
+    polls: int = POLLS  # polls of a signal before a wait gives up
     rescue: torch.cuda.Stream | None = None  # `give_up` writes on this stream, where no kernel waits
 
     @staticmethod
@@ -73,7 +73,7 @@ class PeerMemory:
         blocks: Sequence[Tensor],
         rows: int,
         row_bytes: int,
-        looks: int = LOOKS,
+        polls: int = POLLS,
         sent_rows: int = SENT_ROWS,
     ) -> PeerMemory:
         """From blocks [bytes_for(...)] uint8, one for each rank in rank order, visible to all ranks and all zeros.
@@ -103,11 +103,11 @@ class PeerMemory:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
         on_gpu = device.type == "cuda"
-        told = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         rescue = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         return PeerMemory(
             rank, places, signals, words, addresses(places), addresses(signals), addresses(words),
-            zeros(rows), zeros(1), told, looks, rescue,
+            zeros(rows), zeros(1), failed_on_host, polls, rescue,
         )  # fmt: skip
 
     @property
@@ -140,24 +140,25 @@ class PeerMemory:
 
     def gave_up(self) -> bool:
         """Whether a wait for another rank has given up; results since then are wrong. Does not wait for the device."""
-        return bool(self.told[0])
+        return bool(self.failed_on_host[0])
 
     def give_up(self) -> None:
         """End all waits of kernels, now and in future."""
-        self.told[0] = 1
+        self.failed_on_host[0] = 1
         if self.rescue is None:
             self.failed.fill_(1)
             return
         with torch.cuda.stream(self.rescue):
-            self.failed.copy_(self.told, non_blocking=True)
+            self.failed.copy_(self.failed_on_host, non_blocking=True)
         self.rescue.synchronize()
 
     def arguments(self, element_size: int) -> tuple[Any, ...]:
         """The arguments of kernels that exchange elements of `element_size` bytes, from `place_addresses_ptr` to
         `word_width`."""
         return (
-            self.place_addresses, self.signal_addresses, self.word_addresses, self.uses, self.failed, self.told,
-            self.rank, self.looks, self.rows, self.row_bytes // element_size, self.sent_rows, self.row_bytes // 4,
+            self.place_addresses, self.signal_addresses, self.word_addresses, self.uses, self.failed,
+            self.failed_on_host, self.rank, self.polls, self.rows, self.row_bytes // element_size, self.sent_rows,
+            self.row_bytes // 4,
         )  # fmt: skip
 
     def exchanged(self, part: Tensor) -> Tensor:
@@ -180,10 +181,10 @@ class PeerMemory:
         self.places[self.rank].view(rows.dtype)[use & 1, row, :width] = rows
         for signals in self.signals:
             signals[:count, self.rank] = use
-        left = self.looks * int(not self.failed[0])
+        left = self.polls * int(not self.failed[0])
         while (self.signals[self.rank][:count] - use[:, None] < 0).any():
             if left == 0:
-                self.failed[0] = self.told[0] = 1
+                self.failed[0] = self.failed_on_host[0] = 1
                 break
             left -= 1
         self.uses[:count] = use

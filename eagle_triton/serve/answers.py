@@ -69,14 +69,16 @@ class Answer:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The whole answer, from the completions of all requests in order."""
         self._ended = list(completions)
-        said = [choice.whole(completion) for choice, completion in zip(self._choices, completions, strict=True)]
+        whole_choices = [
+            choice.whole(completion) for choice, completion in zip(self._choices, completions, strict=True)
+        ]
         chosen = []
-        for first in range(0, len(said), self._body.samples):
+        for first in range(0, len(whole_choices), self._body.samples):
             best = list(range(first, first + self._body.samples))
             if len(best) > self._body.n:
                 best.sort(key=lambda index: -_mean(completions[index].logprobs))
             chosen += best[: self._body.n]
-        choices = [{**said[index], "index": place} for place, index in enumerate(chosen)]
+        choices = [{**whole_choices[index], "index": place} for place, index in enumerate(chosen)]
         once: dict[str, Any] = {}
         if self._body.chat:
             scored = self._choices[0].prompt_logprobs(completions[0])
@@ -89,13 +91,13 @@ class Answer:
 
     def begin(self) -> list[bytes]:
         """What a stream begins with."""
-        return [self._event([said]) for choice in self._choices for said in choice.begin()]
+        return [self._event([fields]) for choice in self._choices for fields in choice.begin()]
 
     def chunk(self, index: int, piece: Piece) -> list[bytes]:
         """The events of one piece of a request. Those of the last piece also end the stream."""
         choice = self._choices[index]
-        said, drafts = choice.add(piece)
-        events = [self._event([said], drafts=drafts)] if said is not None else []
+        fields, drafts = choice.add(piece)
+        events = [self._event([fields], drafts=drafts)] if fields is not None else []
         if piece.completion is not None:
             self._ended.append(piece.completion)
             if len(self._ended) == len(self._choices):
@@ -164,20 +166,20 @@ class Choice:
         self._offset = len(self._echo)  # of the next token in the choice's text
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        said, _ = self.add(whole_piece(self._request, completion))
-        assert said is not None, "a completion ends its request"
+        fields, _ = self.add(whole_piece(self._request, completion))
+        assert fields is not None, "a completion ends its request"
         if self._body.chat:
-            message = {"role": "assistant", "content": None, "refusal": None, **said.pop("delta")}
+            message = {"role": "assistant", "content": None, "refusal": None, **fields.pop("delta")}
             for call in message.get("tool_calls", ()):
                 del call["index"]
             if "tool_calls" not in message:
                 message["content"] = message["content"] or ""
-            said["message"] = message
+            fields["message"] = message
         else:
-            said["prompt_logprobs"] = self.prompt_logprobs(completion)
-            said.setdefault("prompt_token_ids", None)
-        said.setdefault("token_ids", None)
-        return said
+            fields["prompt_logprobs"] = self.prompt_logprobs(completion)
+            fields.setdefault("prompt_token_ids", None)
+        fields.setdefault("token_ids", None)
+        return fields
 
     def prompt_logprobs(self, completion: Completion) -> list[dict[str, Any] | None] | None:
         """For each token of the prompt but the first: by token id, the log-probabilities of itself and of the likeliest
@@ -190,8 +192,8 @@ class Choice:
             ranks = {one: rank for rank, (one, _) in enumerate(likeliest, 1)}
             found = {}
             for one, score in {token: value, **dict(likeliest)}.items():
-                said = {"rank": ranks.get(one), "decoded_token": self._reader.text([one])}
-                found[str(one)] = {"logprob": max(score, LEAST), **said}
+                facts = {"rank": ranks.get(one), "decoded_token": self._reader.text([one])}
+                found[str(one)] = {"logprob": max(score, LEAST), **facts}
             places.append(found)
         return places
 
@@ -205,7 +207,7 @@ class Choice:
 
     def begin(self) -> list[dict[str, Any]]:
         """What this choice's part of a stream begins with."""
-        return [self._said({"role": "assistant", "content": ""})] if self._body.chat else []
+        return [self._choice_fields({"role": "assistant", "content": ""})] if self._body.chat else []
 
     def add(self, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """A choice for a piece, or None if the piece shows nothing yet; and the drafts, if the body asks for them."""
@@ -233,14 +235,14 @@ class Choice:
         finished = None if completion is None else completion.finished
         if finished == "stop" and self._calls and self._body.tools.named is None:  # as OpenAI has it
             finished = "tool_calls"
-        said = self._said(delta, listed, finished)
+        fields = self._choice_fields(delta, listed, finished)
         if completion is not None:
-            said |= self._ending(completion, finished)
+            fields |= self._ending(completion, finished)
         if self._body["return_token_ids"]:
-            said["token_ids"] = answered
+            fields["token_ids"] = answered
             if not (self._body.chat or self._named):
-                said["prompt_token_ids"], self._named = self._prompt, True
-        return said, drafts
+                fields["prompt_token_ids"], self._named = self._prompt, True
+        return fields, drafts
 
     def _ending(self, completion: Completion, finished: str | None) -> dict[str, Any]:
         """The stop string or token. As vLLM: only one that the body asks for. As SGLang: any, but not for calls."""
@@ -315,22 +317,24 @@ class Choice:
                 delta["reasoning_content"], self._thoughts = self._thoughts, ""
         return delta
 
-    def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:
+    def _add_call(self, delta: dict[str, Any], kind: str, text: str) -> None:
         """Add a part of a call to a delta: the function's name, which begins a call, or arguments."""
         self._call += kind == CALL
         calls = delta.setdefault("tool_calls", [])
         if kind == CALL:
-            function = {"name": said, "arguments": ""}
+            function = {"name": text, "arguments": ""}
             calls.append({"index": self._call, "id": self.call_id(), "type": "function", "function": function})
         elif calls:
-            calls[-1]["function"]["arguments"] += said
+            calls[-1]["function"]["arguments"] += text
         else:
-            calls.append({"index": self._call, "function": {"arguments": said}})
+            calls.append({"index": self._call, "function": {"arguments": text}})
 
     def call_id(self) -> str:
         return self._reader.call_name(self._body, uuid.uuid4().hex)
 
-    def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
+    def _choice_fields(
+        self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None
+    ) -> dict[str, Any]:
         if "reasoning_content" in delta:  # by both of vLLM's names
             delta = {**delta, "reasoning": delta["reasoning_content"]}
         content = {"delta": {**self._nothing, **delta}} if self._body.chat else {"text": delta.get("content", "")}

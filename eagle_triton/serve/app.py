@@ -324,8 +324,8 @@ def _facts(service: Service, body: Body, ticket: Ticket) -> str:
     if completion is None:
         return f"{len(ticket.request.prompt)} prompt tokens, gave up after {seconds:.2f} s{user}"
     counts = f"{len(ticket.request.prompt)} prompt tokens, {len(completion.tokens)} new, {completion.finished}"
-    said = f", answer {completion.text!r}" if service.log_prompts else ""
-    return f"{counts}, tau {completion.statistics.tau:.2f}, {seconds:.2f} s{user}{said}"
+    answer = f", answer {completion.text!r}" if service.log_prompts else ""
+    return f"{counts}, tau {completion.statistics.tau:.2f}, {seconds:.2f} s{user}{answer}"
 
 
 # --- checks before a request is read, and refusals ---
@@ -417,10 +417,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
         why = error.param or error.code or "refused"
         log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # %r: in one line
     elif isinstance(error, HTTPException):
-        told = f"{request.method} {request.url.path!r:.100}: {error.detail}"
+        message = f"{request.method} {request.url.path!r:.100}: {error.detail}"
         if error.status_code in (404, 405):
-            told += f". Endpoints and their methods are listed at {request.scope.get('root_path', '')}/docs"
-        error = RequestError(error.status_code, told, headers=error.headers)
+            message += f". Endpoints and their methods are listed at {request.scope.get('root_path', '')}/docs"
+        error = RequestError(error.status_code, message, headers=error.headers)
     else:
         error = RequestError(500, _FAILED)
     return JSONResponse(error.body, error.status, error.headers)

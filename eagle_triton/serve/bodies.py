@@ -336,7 +336,7 @@ class Body:
         return getattr(self.asked, name, None)
 
     @property
-    def said(self) -> str:
+    def prompt_field(self) -> str:
         """The field with the text to answer."""
         return "input" if self.of_response else "messages" if self.chat else "prompt"
 

@@ -147,13 +147,13 @@ class EngineClient:
         if self.lost and self.when_lost is not None:
             self.when_lost()
 
-    def _call(self, told: str, *arguments: Any) -> None:
+    def _call(self, event_name: str, *arguments: Any) -> None:
         """Call a method, by its name, in the event loop's thread."""
-        if told == "opened":
+        if event_name == "opened":
             self._opened.set_result(None)
         elif self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and no client waits
-                self._loop.call_soon_threadsafe(getattr(self, f"_{told}"), *arguments)
+                self._loop.call_soon_threadsafe(getattr(self, f"_{event_name}"), *arguments)
 
     # --- messages of the engine ---
 

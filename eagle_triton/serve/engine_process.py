@@ -120,12 +120,12 @@ class EngineProcess:
         process ends unasked."""
         while not self._closed:
             try:
-                told, arguments = self._hear()
+                event_name, arguments = self._hear()
             except EngineLostError:
                 if not self._closed:
                     raise
                 return
-            tell(told, *arguments)
+            tell(event_name, *arguments)
 
     def close(self) -> None:
         """End it after the current step; kill it after ten seconds."""
@@ -142,12 +142,12 @@ class EngineProcess:
 
     def _hear(self) -> tuple[str, tuple[Any, ...]]:
         try:
-            told, arguments = pickle.loads(self._connection.recv_bytes())
+            event_name, arguments = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise EngineLostError("the engine's process has ended; its log has the reason") from None
-        if told == "failed_to_open":
+        if event_name == "failed_to_open":
             raise arguments[0]
-        return told, arguments
+        return event_name, arguments
 
 
 # --- in the engine's thread or process ---
@@ -212,11 +212,11 @@ def _run(connection: Connection, load: Load, args: argparse.Namespace) -> None:
         signal.signal(sig, signal.SIG_IGN)  # the server gets them too, and finishes running requests
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def tell(told: str, *arguments: Any) -> None:
-        if told == "stepped":
+    def tell(event_name: str, *arguments: Any) -> None:
+        if event_name == "stepped":
             _drop_tensors(arguments[0])
         try:
-            connection.send_bytes(pickle.dumps((told, arguments)))
+            connection.send_bytes(pickle.dumps((event_name, arguments)))
         except OSError:  # the server has ended
             sys.exit()
 

@@ -69,19 +69,19 @@ MESSAGE = _Message.__annotations__.keys()
 
 
 def _checked(given: Mapping[str, Any]) -> Message:
-    said = {name: value for name, value in given.items() if value not in (None, [])}
-    if "reasoning" in said:
-        said = {"reasoning_content": said["reasoning"], **said}
-        del said["reasoning"]
+    message = {name: value for name, value in given.items() if value not in (None, [])}
+    if "reasoning" in message:
+        message = {"reasoning_content": message["reasoning"], **message}
+        del message["reasoning"]
     for name, owner in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
-        if said.get(name) and said["role"] != owner:
+        if message.get(name) and message["role"] != owner:
             raise wrong(name, f"must be in a message of the role {owner}")
-    if "tool_calls" in said:
-        said.setdefault("content", "")
-    for name in ("content", *(["tool_call_id"] if said["role"] == "tool" else [])):
-        if name not in said:
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+    for name in ("content", *(["tool_call_id"] if message["role"] == "tool" else [])):
+        if name not in message:
             raise wrong(name, "is missing")
-    return said
+    return message
 
 
 MessageField = Annotated[_Message, AfterValidator(_checked)]

@@ -56,12 +56,12 @@ class PromptReader:
 
     def requests(self, body: Body) -> list[Request]:
         """A body's requests: `samples` for each prompt, in order. Raises RequestError with the field's name."""
-        said = body.said
+        prompt_field = body.prompt_field
         found = []
         for ids in self._prompts(body):
-            with _blames(said):
+            with _blames(prompt_field):
                 if not ids:
-                    raise ValueError(f"{said} must give at least one token")
+                    raise ValueError(f"{prompt_field} must give at least one token")
                 limit = body["truncate_prompt_tokens"] or len(ids)
                 prompt = self._reader.prompt(ids[:limit] if body["truncation_side"] == "right" else ids[-limit:])
                 form, reasons = self._form(body), self._reasons(body, ids)
@@ -149,7 +149,7 @@ class PromptReader:
             given = f"the prompt has {tokens}" + ("" if most is None else f", and the request asks for {most} new ones")
             raise RequestError(
                 400, f"the model's maximum context length is {self.max_model_len} tokens: {given}",
-                body.said, "context_length_exceeded",
+                body.prompt_field, "context_length_exceeded",
             )  # fmt: skip
         if most is None:
             most = room if body.chat else min(room, COMPLETION_TOKENS)
@@ -179,12 +179,12 @@ class PromptReader:
             if name := next((name for name, value in asked.items() if value), None):
                 raise FieldError(name, "needs a chat template, and this model has none")
             return self.tokenizer(_plain_text(messages), verbose=False).input_ids
-        told = _told(body, template)
+        template_arguments = _template_arguments(body, template)
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=body.begins,
                 continue_final_message=bool(body["continue_final_message"]),
-                chat_template=self.chat_template, tools=list(body.tools.offered) or None, **told,
+                chat_template=self.chat_template, tools=list(body.tools.offered) or None, **template_arguments,
             )  # fmt: skip
         except (TemplateError, ValueError, TypeError) as error:
             raise RequestError(400, f"messages are refused by the chat template: {error}", "messages") from error
@@ -206,7 +206,7 @@ def _variables(template: str) -> frozenset[str] | None:
         return None
 
 
-def _told(body: Body, template: str) -> dict[str, Any]:
+def _template_arguments(body: Body, template: str) -> dict[str, Any]:
     """The chat template's input besides messages and tools. Refuses what the template does not read."""
     variables = _variables(template)
 
@@ -229,20 +229,20 @@ def _told(body: Body, template: str) -> dict[str, Any]:
             if body.of_response:
                 raise FieldError("input", f"has {name:.60}, which is not read by this model's chat template")
             raise FieldError(f"messages.{index}.{name:.60}", "is not read by this model's chat template")
-    told = dict(body[KWARGS] or {})
-    for name in told:
+    template_arguments = dict(body[KWARGS] or {})
+    for name in template_arguments:
         if name in RESERVED or not reads(name):
             why = "is set by messages and other fields" if name in RESERVED else "is not read by the chat template"
             raise FieldError(f"{KWARGS}.{name:.60}", why)
     if body.effort is not None:
-        said = "reasoning.effort" if body.of_response else "reasoning_effort"
+        effort_field = "reasoning.effort" if body.of_response else "reasoning_effort"
         asked = {"reasoning_effort": body.effort, "enable_thinking": body.effort != "none"}
         variable = next((name for name in asked if reads(name)), None)
         if variable is None:
-            raise FieldError(said, "is not read by this model's chat template")
-        if (other := told.setdefault(variable, asked[variable])) != asked[variable]:
-            raise FieldError(said, f"and {KWARGS}.{variable} must agree, got {body.effort!r} and {other!r:.60}")
-    return told
+            raise FieldError(effort_field, "is not read by this model's chat template")
+        if (other := template_arguments.setdefault(variable, asked[variable])) != asked[variable]:
+            raise FieldError(effort_field, f"and {KWARGS}.{variable} must agree, got {body.effort!r} and {other!r:.60}")
+    return template_arguments
 
 
 def _plain_text(messages: Sequence[Message]) -> str:

@@ -175,9 +175,9 @@ def listed(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if kind == "function_call":
             facts["arguments"] = json.dumps(facts["arguments"], ensure_ascii=False)
         elif kind != "function_call_output":
-            said = "output_text" if item.get("role") == "assistant" else "input_text"
-            part = {"type": "reasoning_text" if kind == "reasoning" else said, "text": facts.get("content", "")}
-            facts["content"] = [{**part, "annotations": []} if said == "output_text" else part]
+            text_type = "output_text" if item.get("role") == "assistant" else "input_text"
+            part = {"type": "reasoning_text" if kind == "reasoning" else text_type, "text": facts.get("content", "")}
+            facts["content"] = [{**part, "annotations": []} if text_type == "output_text" else part]
             facts |= {"summary": []} if kind == "reasoning" else {}
         items.append({"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "completed", **facts, "type": kind})
     return items

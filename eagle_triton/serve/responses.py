@@ -131,14 +131,14 @@ def read_response_input(given: Mapping[str, Any], store: ResponseStore) -> Body:
 
 def _prompt(asked: ResponseInput, store: ResponseStore) -> dict[str, Any]:
     """The conversation that a response answers, as fields of `Body`."""
-    said: list[Message] = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
+    messages: list[Message] = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
     if asked.previous_response_id is not None:
         before = store.get(asked.previous_response_id, "previous_response_id")
         if before.response["status"] in ("queued", "in_progress"):
             raise FieldError("previous_response_id", "names a response that still runs: wait until it has ended")
-        said += before.messages
+        messages += before.messages
     effort = None if asked.reasoning is None else asked.reasoning.effort
-    return {"messages": [*said, *messages_of(asked.input)], "effort": effort, "tools": read_tools(asked)}
+    return {"messages": [*messages, *messages_of(asked.input)], "effort": effort, "tools": read_tools(asked)}
 
 
 class ResponseAnswer:
@@ -229,10 +229,10 @@ class ResponseAnswer:
             events += [*self._close(), *self._begin_item(item, part)]
         scored = {"logprobs": self._choice.scored(places)} if content else {}
         if self._open:
-            (said,) = self._output[-1]["content"]
-            said["text"] += text
+            (content_part,) = self._output[-1]["content"]
+            content_part["text"] += text
             if content:
-                said["logprobs"] += scored["logprobs"]
+                content_part["logprobs"] += scored["logprobs"]
         if text:
             events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **scored))
         return events
@@ -264,8 +264,8 @@ class ResponseAnswer:
         self._open, item, events = False, self._output[-1], []
         item["status"] = status
         if item["type"] == "function_call":
-            said = {"arguments": item["arguments"], "name": item["name"]}
-            events.append(self._of_item("response.function_call_arguments.done", **said))
+            call = {"arguments": item["arguments"], "name": item["name"]}
+            events.append(self._of_item("response.function_call_arguments.done", **call))
         else:
             (part,) = item["content"]
             done = {"content_index": 0, **{name: part[name] for name in ("text", "logprobs") if name in part}}
@@ -304,11 +304,11 @@ class ResponseAnswer:
         response["completed_at"] = None if cut else int(time.time())
         if response["store"]:
             before = self._messages_before
-            said = []
+            items = []
             for item in self._output:
                 with suppress(ValidationError):  # a call that was cut off
-                    said.append(ITEM.validate_python(item))
-            self._store.put(response, [*before, *messages_of(said)], self._items)
+                    items.append(ITEM.validate_python(item))
+            self._store.put(response, [*before, *messages_of(items)], self._items)
         return response
 
     def _response(self, status: str = "in_progress", usage: Any = None) -> dict[str, Any]:

@@ -45,5 +45,5 @@ def register() -> None:
         logger.info("%s does not name %s: SGLang keeps its own tree kernels", VARIABLE, NAME)
         return
     originals = patch_sglang()
-    for seam in originals.report():
-        logger.info("%s: %s %s", seam.path, seam.status, seam.reason or seam.feature)
+    for patch_point in originals.report():
+        logger.info("%s: %s %s", patch_point.path, patch_point.status, patch_point.reason or patch_point.feature)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from eagle_triton import patching
-from eagle_triton.patching import Originals, PatchError, Seam
+from eagle_triton.patching import Originals, PatchError, PatchPoint
 from eagle_triton.sglang_plugin import replacements
 from eagle_triton.sglang_plugin.replacements import SAMPLING_KERNEL
 
@@ -28,76 +28,81 @@ _DFLASH = "SGLang has no sampled verification on this device: DFlash, which draf
 def patch() -> Originals:
     """See eagle_triton.sglang_plugin.patch_sglang."""
     version = importlib.import_module("sglang").__version__.partition("+")[0]
-    if version not in _SEAMS:
+    if version not in _PATCH_POINTS:
         raise PatchError(
-            f"sglang must be {' or '.join(_SEAMS)} to replace its tree kernels, got {version}; nothing was changed"
+            f"sglang must be {' or '.join(_PATCH_POINTS)} to replace its tree kernels, got {version}; "
+            "nothing was changed"
         )
     utils = importlib.import_module("sglang.srt.utils")
     for device in ("npu", "musa"):
         if _existing(utils, f"is_{device}")():
             raise PatchError(f"sglang {version} runs on {device.upper()}, for which there are no kernels here")
     skipped: dict[str, str] = {}
-    seams = tuple(_SEAMS[version](utils, skipped))
-    return patching.apply(seams, _module("eagle_utils"), lambda: None, skipped, {})
+    patch_points = tuple(_PATCH_POINTS[version](utils, skipped))
+    return patching.apply(patch_points, _module("eagle_utils"), lambda: None, skipped, {})
 
 
-def _seams_0_5_13(utils: ModuleType, skipped: dict[str, str]) -> list[Seam]:
+def _patch_points_0_5_13(utils: ModuleType, skipped: dict[str, str]) -> list[PatchPoint]:
     """Each module imported the names for itself, those that this device has; where it has no kernel for sampled trees,
     three constants send them to the argmax."""
     gpu = utils.is_cuda() or utils.is_hip()
     eagle, info, info_v2 = _module("eagle_utils"), _module("eagle_info"), _module("eagle_info_v2")
     ngram = _module("ngram_info")
     _existing(eagle, "build_tree_kernel_efficient")  # which calls the first of these
-    seams = [_seam(eagle, "sgl_build_tree_kernel_efficient", replacements.build_tree, _BUILD, may_lack=not gpu)]
+    patch_points = [
+        _patch_point(eagle, "sgl_build_tree_kernel_efficient", replacements.build_tree, _BUILD, may_lack=not gpu)
+    ]
     for module in (eagle, info, info_v2):
-        seams.append(_seam(module, "verify_tree_greedy_func", replacements.verify_tree_greedy, _GREEDY))
-    seams.append(_seam(ngram, "verify_tree_greedy", replacements.verify_tree_greedy, _GREEDY, may_lack=not gpu))
+        patch_points.append(_patch_point(module, "verify_tree_greedy_func", replacements.verify_tree_greedy, _GREEDY))
+    patch_points.append(
+        _patch_point(ngram, "verify_tree_greedy", replacements.verify_tree_greedy, _GREEDY, may_lack=not gpu)
+    )
     cuda = utils.is_cuda()
     for module in (info, info_v2, ngram):
         kernel = replacements.tree_speculative_sampling_target_only
-        seams.append(_seam(module, SAMPLING_KERNEL, kernel, _SAMPLED, may_lack=not cuda))
+        patch_points.append(_patch_point(module, SAMPLING_KERNEL, kernel, _SAMPLED, may_lack=not cuda))
         for name, function in _RENORM.items():
             if cuda:
                 _existing(module, name)
             else:
-                seams.append(_seam(module, name, function, _SAMPLED, may_lack=True))
+                patch_points.append(_patch_point(module, name, function, _SAMPLED, may_lack=True))
     for module, name, value in (
         (info, "TREE_SPEC_KERNEL_AVAILABLE", True),
         (ngram, "TREE_SPEC_KERNEL_AVAILABLE", True),
         (info_v2, "_is_hip", False),
     ):
         if _existing(module, name) is not value:
-            seams.append(_seam(module, name, value, _SAMPLED))
-    return seams + _dflash(skipped)
+            patch_points.append(_patch_point(module, name, value, _SAMPLED))
+    return patch_points + _dflash(skipped)
 
 
-def _seams_0_5_23(utils: ModuleType, skipped: dict[str, str]) -> list[Seam]:
+def _patch_points_0_5_23(utils: ModuleType, skipped: dict[str, str]) -> list[PatchPoint]:
     """All goes through one module; a name is None where the device has no kernel."""
     eagle = _module("eagle_utils")
-    seams = [
-        _seam(eagle, "build_tree_kernel_efficient_func", replacements.build_tree, _BUILD),
-        _seam(eagle, "verify_tree_greedy_func", replacements.verify_tree_greedy, _GREEDY),
-        _seam(eagle, SAMPLING_KERNEL, replacements.tree_speculative_sampling_target_only, _SAMPLED),
+    patch_points = [
+        _patch_point(eagle, "build_tree_kernel_efficient_func", replacements.build_tree, _BUILD),
+        _patch_point(eagle, "verify_tree_greedy_func", replacements.verify_tree_greedy, _GREEDY),
+        _patch_point(eagle, SAMPLING_KERNEL, replacements.tree_speculative_sampling_target_only, _SAMPLED),
     ]
     uses_greedy = replacements.uses_greedy(_existing(eagle, "_verify_uses_greedy"))
-    seams.append(_seam(eagle, "_verify_uses_greedy", uses_greedy, _SAMPLED))
+    patch_points.append(_patch_point(eagle, "_verify_uses_greedy", uses_greedy, _SAMPLED))
     for name, function in _RENORM.items():
         if _existing(eagle, name) is None:
-            seams.append(_seam(eagle, name, function, _SAMPLED))
-    return seams + _dflash(skipped)
+            patch_points.append(_patch_point(eagle, name, function, _SAMPLED))
+    return patch_points + _dflash(skipped)
 
 
-def _dflash(skipped: dict[str, str]) -> list[Seam]:
+def _dflash(skipped: dict[str, str]) -> list[PatchPoint]:
     module = _module("dflash_utils")
     if _existing(module, SAMPLING_KERNEL) is None:
         skipped[f"{module.__name__}.{SAMPLING_KERNEL}"] = _DFLASH
         return []
-    return [_seam(module, SAMPLING_KERNEL, replacements.tree_speculative_sampling_target_only, _SAMPLED)]
+    return [_patch_point(module, SAMPLING_KERNEL, replacements.tree_speculative_sampling_target_only, _SAMPLED)]
 
 
-_SEAMS: dict[str, Callable[[ModuleType, dict[str, str]], list[Seam]]] = {
-    "0.5.13": _seams_0_5_13,
-    "0.5.23": _seams_0_5_23,
+_PATCH_POINTS: dict[str, Callable[[ModuleType, dict[str, str]], list[PatchPoint]]] = {
+    "0.5.13": _patch_points_0_5_13,
+    "0.5.23": _patch_points_0_5_23,
 }
 
 
@@ -111,9 +116,9 @@ def _existing(module: ModuleType, name: str) -> Any:
     return getattr(module, name)
 
 
-def _seam(module: ModuleType, name: str, replacement: Any, feature: str, may_lack: bool = False) -> Seam:
+def _patch_point(module: ModuleType, name: str, replacement: Any, feature: str, may_lack: bool = False) -> PatchPoint:
     """may_lack: on this device SGLang does not import the name that it calls."""
     adds = may_lack and not hasattr(module, name)
     if not adds:
         _existing(module, name)
-    return Seam(module, name, replacement, f"{module.__name__}.{name}", feature, adds=adds)
+    return PatchPoint(module, name, replacement, f"{module.__name__}.{name}", feature, adds=adds)

@@ -27,9 +27,9 @@ METHODS = ("eagenerate", "ea_generate", "naivegenerate", "naive_generate")
 def patch_modules_only(model: Any) -> patching.Originals:
     """Only topK_genrate and the attention: what code that drives the model itself calls."""
     engine = Engine(*adapter.read(model), make_operations())
-    seams, left = drop_in.module_seams(model, engine)
+    patch_points, left = drop_in.module_patch_points(model, engine)
     assert not left
-    return patching.apply(seams, model, lambda: drop_in.drop_caches(model), left, engine.ops.calls)
+    return patching.apply(patch_points, model, lambda: drop_in.drop_caches(model), left, engine.ops.calls)
 
 
 def compare(model: Any, chosen: list[torch.Tensor], new: int = 64, modules_too: int = 4) -> list[int]:
@@ -46,8 +46,8 @@ def compare(model: Any, chosen: list[torch.Tensor], new: int = 64, modules_too: 
         assert patched["tree_attention"].calls > 0
     with patch_modules_only(model) as originals:
         assert [decode(prompt) for prompt in chosen[:modules_too]] == expected[:modules_too]
-        seams = [entry for entry in originals.report() if entry.path in originals]
-        assert all(entry.calls > 0 and entry.fallbacks == 0 for entry in seams), seams
+        patch_points = [entry for entry in originals.report() if entry.path in originals]
+        assert all(entry.calls > 0 and entry.fallbacks == 0 for entry in patch_points), patch_points
     return [accepted for _, steps in expected for accepted in steps]
 
 
@@ -339,7 +339,7 @@ def test_what_cannot_be_decoded_is_refused():
     refused(model, "eagenerate must take")
 
 
-def test_report_names_every_seam():
+def test_report_names_every_patch_point():
     model = build_safeailab()
     with optimize_eagle_with_triton(model, strict=True)[1] as originals:
         paths = set(originals)

@@ -456,17 +456,17 @@ class BeamDraft(ScoringDraft):
         x: Tensor,
         caches: LayerCaches,
         rows: NewRows,
-        given: Tensor | None = None,
+        layer_inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers over x [B, n, H], then the final norm. normed: the first layer's input. given [B, n, L, P]:
-        what LayerInputs gives. Returns like `forward`."""
+        """Run all layers over x [B, n, H], then the final norm. normed: the first layer's input. layer_inputs
+        [B, n, L, P]: what LayerInputs gives. Returns like `forward`."""
         update = None
         for index, layer in enumerate(self.layers):
             if index:
                 normed, x = add_norm_for(
                     ops, layer.input_norm, x, update, rows.in_draft_pass, row_format=layer.mixer.input_format
                 )
-            part = None if given is None else given[:, :, index]
+            part = None if layer_inputs is None else layer_inputs[:, :, index]
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows, part)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
         return hidden, normed

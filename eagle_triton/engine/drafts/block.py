@@ -366,7 +366,7 @@ class BlockDraft(ScoringDraft):
     def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
         hidden, logits = self._scoring_rows(ops, state)
         if self.by_levels:
-            return self._by_lanes(ops, state, hidden, logits)
+            return self._by_states(ops, state, hidden, logits)
         lattice, k = self.lattice(ops, state, hidden, logits), state.spec.top_k
         row = lattice.tokens.new_zeros(state.batch, 1)  # of each node: the one with its children
 
@@ -386,7 +386,7 @@ class BlockDraft(ScoringDraft):
         hidden = self.run_block(ops, state)[:, 0 if self.shifted else 1 :][:, : state.spec.beam_levels].contiguous()
         return hidden, project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])
 
-    def _by_lanes(self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor) -> Candidates:
+    def _by_states(self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor) -> Candidates:
         """The candidates if each chosen node has a state."""
         correction, k = self.correction, state.spec.top_k
         assert correction is not None

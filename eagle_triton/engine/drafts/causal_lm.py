@@ -83,5 +83,5 @@ class CausalLMDraft(BeamDraft):
                 return outputs
         norm = self.layers[0].input_norm
         normed, x = embed_norm(ops, norm, self.embedding, tokens, rows.in_draft_pass, scale=self.embedding_scale)
-        given = None if self.layer_inputs is None else self.layer_inputs.of(ops, tokens, x)
-        return self.run_layers(ops, normed, x, caches, rows, given)
+        layer_inputs = None if self.layer_inputs is None else self.layer_inputs.of(ops, tokens, x)
+        return self.run_layers(ops, normed, x, caches, rows, layer_inputs)

@@ -30,10 +30,10 @@ from eagle_triton.operands.grafting import BUCKETS
 
 @dataclass(frozen=True)
 class WrappedDraft(Draft):
-    """A draft with layers (`beams`) and a second source, which has no data by slot. Only its trees differ from those of
-    `beams`."""
+    """A draft with layers (`model_draft`) and a second source, which has no data by slot. Only its trees differ from
+    those of `model_draft`."""
 
-    beams: ScoringDraft
+    model_draft: ScoringDraft
 
     must_catch_up: ClassVar[bool] = True
 
@@ -43,7 +43,7 @@ for _name in (
     *("weight_bytes", "new_slot_tensors", "guide", "levels_for", "new_tree_tensors", "read_prompt", "begin", "learn"),
     *("extend", "catch_up"),
 ):
-    setattr(WrappedDraft, _name, property(attrgetter(f"beams.{_name}")))
+    setattr(WrappedDraft, _name, property(attrgetter(f"model_draft.{_name}")))
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class HybridDraft(WrappedDraft):
     @cached_property
     def counts(self) -> Tensor:
         """How often drafts from earlier text were right, summed over all sequences, see `count_right`."""
-        return torch.zeros(BUCKETS, self.source.places, 2, dtype=torch.int32, device=self.beams.embedding.device)
+        return torch.zeros(BUCKETS, self.source.places, 2, dtype=torch.int32, device=self.model_draft.embedding.device)
 
     def read_tree(self) -> TreeSpec:
-        return self.beams.read_tree().with_grafts(self.source.places)
+        return self.model_draft.read_tree().with_grafts(self.source.places)
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
         plan = super().new_tree_tensors(spec, slots, device)
@@ -84,7 +84,7 @@ class HybridDraft(WrappedDraft):
     def grow(self, ops: Operations, state: DecodeState) -> None:
         spec = state.spec
         if not spec.grafts:
-            self.beams.grow(ops, state)
+            self.model_draft.grow(ops, state)
             return
         plan: BeamPlan = state.draft_tree_tensors
         found = self.source.find(ops, state.sequences, spec.grafts)
@@ -93,7 +93,7 @@ class HybridDraft(WrappedDraft):
         if not spec.top_k:
             write_repeats(ops, state, found)
             return
-        self.beams.grow_with(ops, state, found, estimates)
+        self.model_draft.grow_with(ops, state, found, estimates)
 
     def _counts(self, spec: TreeSpec) -> Tensor:
         return self.counts[:, : spec.grafts]
@@ -117,10 +117,10 @@ def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, r
 
 def model_of(draft: Draft | None) -> Draft | None:
     """The draft itself, or the draft with layers that it wraps."""
-    return draft.beams if isinstance(draft, WrappedDraft) else draft
+    return draft.model_draft if isinstance(draft, WrappedDraft) else draft
 
 
-def beams_of(draft: Draft) -> ScoringDraft:
+def scoring_draft_of(draft: Draft) -> ScoringDraft:
     """The draft with layers: the draft itself, or the one that it wraps. Raises ValueError if there is none."""
     return scoring(model_of(draft), "this")
 
@@ -147,7 +147,7 @@ class ContinuedDraft(WrappedDraft):
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
         sequences = state.sequences
-        model = self.beams.chain(ops, state)
+        model = self.model_draft.chain(ops, state)
         places = torch.arange(1, self.chain + 1, device=model.device)
         sequences.tokens.scatter_(1, sequences.lengths[:, None] + places, model)  # these columns are free
         found = self.source.continue_from(ops, sequences, sequences.lengths + self.chain, self.source.places)

@@ -204,15 +204,15 @@ def decoder_layer(
     x: Tensor,
     cache: Any,
     rows: NewRows,
-    given: Tensor | None = None,
+    layer_inputs: Tensor | None = None,
 ) -> tuple[Tensor, Product | NormedUpdate | None]:
-    """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's. given
-    [B, n, P]: its part of LayerInputs, where it has an `input_block`.
+    """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's.
+    layer_inputs [B, n, P]: its part of LayerInputs, where it has an `input_block`.
 
     Returns x with the mixer's output added, and the MLP's output, which the caller adds; None: it is added already.
     """
     update = layer.mixer.forward(ops, normed, cache, rows)
-    return _after_mixer(ops, layer, x, update, rows, given, row_format=layer.mlp.input_format)
+    return _after_mixer(ops, layer, x, update, rows, layer_inputs, row_format=layer.mlp.input_format)
 
 
 def _after_mixer(
@@ -221,7 +221,7 @@ def _after_mixer(
     x: Tensor,
     update: Product,
     rows: NewRows,
-    given: Tensor | None = None,
+    layer_inputs: Tensor | None = None,
     row_format: RowFormat | None = None,
 ) -> tuple[Tensor, Product | NormedUpdate | None]:
     """The rest of a layer, after its mixer has computed `update`. Returns like `decoder_layer`."""
@@ -235,8 +235,8 @@ def _after_mixer(
         return x, finished
     x = ops.add(computed(ops, finished), x)
     if layer.input_block is not None:
-        assert given is not None, "the layer's part of the view's layer_inputs"
-        x = layer.input_block.added(ops, x, given)
+        assert layer_inputs is not None, "the layer's part of the view's layer_inputs"
+        x = layer.input_block.added(ops, x, layer_inputs)
     return x if layer.scale is None else (x * layer.scale).to(x.dtype), None
 
 
@@ -270,8 +270,8 @@ def target_forward(
     new_keys = None if ancestors is None else tokens.shape[1]
     rows = NewRows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
-    given = _layer_inputs(ops, view, tokens)
-    x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, given, pending)
+    layer_inputs = _layer_inputs(ops, view, tokens)
+    x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, layer_inputs, pending)
     assert x is not None, "a model has layers"
     hidden, _ = add_norm(ops, view.norm, x, update)
     return hidden, hidden if features is None else features, pending
@@ -286,19 +286,19 @@ def prompt_forward(
     layer runs over these rows only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the features
     [P, n, F].
     """
-    given = _layer_inputs(ops, view, tokens)
+    layer_inputs = _layer_inputs(ops, view, tokens)
     if last is None or not view.feature_layers:
-        x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, given)
+        x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, layer_inputs)
         assert x is not None, "a model has layers"
         hidden, _ = add_norm(ops, view.norm, x, update)
         wanted = hidden if last is None else hidden.flatten(0, 1)[last][:, None]
         return wanted, hidden if features is None else features
-    x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows, given)
+    x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows, layer_inputs)
     layer, index = view.layers[-1], len(view.layers) - 1
     normed, x = _layer_input(ops, view, index, tokens, x, update, features)
     assert features is not None
     update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
-    part = None if given is None else given[:, :, index].flatten(0, 1)[last][:, None]
+    part = None if layer_inputs is None else layer_inputs[:, :, index].flatten(0, 1)[last][:, None]
     x, update = _after_mixer(ops, layer, x.flatten(0, 1)[last][:, None], update, rows, part)
     hidden, _ = add_norm(ops, view.norm, x, update)
     return hidden, features
@@ -311,10 +311,10 @@ def _layers(
     tokens: Tensor,
     caches: LayerCaches,
     rows: NewRows,
-    given: Tensor | None,
+    layer_inputs: Tensor | None,
     pending: Any = None,
 ) -> tuple[Tensor | None, Product | NormedUpdate | None, Tensor | None]:
-    """Run the first layers over tokens [B, n]. given [B, n, L, P]: LayerInputs of all layers, if they have any.
+    """Run the first layers over tokens [B, n]. layer_inputs [B, n, L, P]: LayerInputs of all layers, if they have any.
 
     Returns the residual stream [B, n, H] and the update that is still to be added to it (both None without layers, the
     update also if it is added already), and the features [B, n, F] if the view has feature_layers.
@@ -324,7 +324,7 @@ def _layers(
     features = view.new_features(tokens) if view.feature_layers else None
     for index, layer in enumerate(layers):
         normed, x = _layer_input(ops, view, index, tokens, x, update, features)
-        part = None if given is None else given[:, :, index]
+        part = None if layer_inputs is None else layer_inputs[:, :, index]
         x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows, part)
     return x, update, features
 

@@ -214,7 +214,7 @@ class Batch(BatchSlots):
             self._check(entry)
         if (ranks := self.engine.view.ranks) is not None:
             engine, pool = self.engine, self.sequences.pages.pool
-            options = engine.number, engine.prefixes, self.verification, self.chooser.options.drafts, pool.limit is None
+            options = engine.number, engine.prefixes, self.verification, self.planner.options.drafts, pool.limit is None
             batch = len(self._entries), self.rows, self.spec, engine.launched, pool.forgot
             agree_on_seeds(ranks, entries, (*options, *batch))
         slots = self.free[: len(entries)]
@@ -241,7 +241,7 @@ class Batch(BatchSlots):
         reason = None
         if entry.request.sampling.grammar is not None:
             reason = refuses_grammars(self.verification)
-            if self.chooser.options.judge is not None:
+            if self.planner.options.judge is not None:
                 reason = "grammar: this batch has a judge, which chooses all tokens and reads no grammar"
         if reason := reason or self.never_fits(entry.request):
             raise ValueError(reason)
@@ -334,23 +334,23 @@ class Batch(BatchSlots):
 
     def _launch_step(self, reads: bool | None) -> None:
         """Launch the next step. reads: whether prompts were read before it; None: its report is never read."""
-        self.chooser.resize(max(self.running) + 1)
-        step, mode = self.chooser.next(self._present())
+        self.planner.resize(max(self.running) + 1)
+        step, mode = self.planner.next(self._present())
         with self._must_finish():
             self._run(step)
             self.engine.launched += 1
             if reads is not None:
-                self.in_flight.send(LaunchedStep(self._decoding, self.state, mode, self.chooser.levels, reads))
+                self.in_flight.send(LaunchedStep(self._decoding, self.state, mode, self.planner.levels, reads))
                 for entry in self._decoding.values():
                     entry.steps += 1
-            self.chooser.levels = self.spec.beam_levels if mode.levels is None else mode.levels
+            self.planner.levels = self.spec.beam_levels if mode.levels is None else mode.levels
 
     def _run(self, step: Callable[[], None]) -> None:
         """Launch a step. If it has grammars, write their masks while its first part runs."""
         if not isinstance(step, SplitStep):
             step()
             return
-        entries, longest = self._decoding, self.chooser.spare_rows
+        entries, longest = self._decoding, self.planner.spare_rows
         if step.draft_forced is not None:
             self._masks.draft_forced(self.state, entries, longest, step.draft_forced)
         self._masks.send_trees(self.state, longest)

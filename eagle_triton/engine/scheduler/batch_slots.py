@@ -43,13 +43,13 @@ class BatchSlots:
             engine.release_pages()  # left by a failed batch
             self.sequences.active.fill_(False)
             self.sequences.lengths.zero_()
-            self.chooser = StepPlanner(engine, self.sequences, spec, spare, options)
+            self.planner = StepPlanner(engine, self.sequences, spec, spare, options)
             self._prefill = engine.prefill(self.sequences)
         self.in_flight = StepsInFlight(engine, options)
         self._masks = GrammarMasks(engine.view.device)
         self.lengths = [0] * slots  # committed tokens, as far as steps have reported
         self._entries: list[RunningRequest | None] = [None] * slots
-        self._room = PageBudget(self.sequences.pages, self.chooser, self.in_flight, self._entries)
+        self._room = PageBudget(self.sequences.pages, self.planner, self.in_flight, self._entries)
         self._prompts = PromptQueue(
             self._prefill.packed, self.sequences.pages.pool.unread if self._prefill.share else None
         )
@@ -95,26 +95,26 @@ class BatchSlots:
     @property
     def spec(self) -> TreeSpec:
         """The tree of the next step, PLAIN to draft nothing. Setting one that does not fit raises ValueError."""
-        return self.chooser.spec
+        return self.planner.spec
 
     @spec.setter
     def spec(self, spec: TreeSpec) -> None:
-        self.chooser.spec = spec
+        self.planner.spec = spec
 
     @property
     def verification(self) -> Verification:
         """How drafts are judged."""
-        return self.chooser.options.verification
+        return self.planner.options.verification
 
     @property
     def _draft(self) -> Draft | None:
         """The draft, None if nothing is ever drafted."""
-        return self.engine.draft if self.chooser.options.drafts else None
+        return self.engine.draft if self.planner.options.drafts else None
 
     @property
     def state(self) -> DecodeState:
         """The state of the tree that was drafted last."""
-        return self.chooser.state
+        return self.planner.state
 
     def _present(self, paused: bool | None = None) -> list[RunningRequest]:
         """Requests in the order of slots: paused ones, others, or all (None)."""
@@ -161,13 +161,13 @@ class BatchSlots:
     def _put(self, entering: dict[int, RunningRequest]) -> Mapping[int, int]:
         """Put requests into slots: give them pages for the tokens to read first, and queue these. The others already
         have room for their next trees. Returns how many pages of each were found. A failure changes nothing."""
-        mode = self.chooser.mode([*entering.values(), *self._present()])
+        mode = self.planner.mode([*entering.values(), *self._present()])
         pages, slots = self.sequences.pages, list(entering)
         try:
             rows = {slot: self._room.first_rows(entry.request, len(entry.prompt)) for slot, entry in entering.items()}
             found = pages.take(rows, {slot: entry.prefix for slot, entry in entering.items()})
-            self.chooser.resize(max(max(slots) + 1, self.state.batch))
-            self.chooser.change_tree(mode)
+            self.planner.resize(max(max(slots) + 1, self.state.batch))
+            self.planner.change_tree(mode)
             self._set_up(entering, mode)
         except BaseException:
             self.sequences.lengths[slots] = 0
@@ -195,9 +195,9 @@ class BatchSlots:
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, self._draft, self.state, mode)
         self.engine.compile_ahead(self.state, mode, rehearsal)
-        if self.chooser.only_plain_steps:
+        if self.planner.only_plain_steps:
             self.engine.note_one_launch(mode)
-        if self.chooser.plain_steps is not None and self.sequences.skipped is not None:
+        if self.planner.plain_steps is not None and self.sequences.skipped is not None:
             where = upload(list(entering), torch.int64, self.sequences.device)
             self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]
 
@@ -255,7 +255,7 @@ class BatchSlots:
         """
         begun = dict(sorted(self._read.items()))
         if begun:
-            mode = self.chooser.mode(self._present())
+            mode = self.planner.mode(self._present())
             if mode.masked:
                 self.state.add_masks()
                 self._masks.write_first(self.state, begun)
@@ -263,7 +263,7 @@ class BatchSlots:
             self._prefill.choose_roots(list(begun), self.state, mode)
             self.in_flight.send_begun(begun, self.sequences)
             self._prefill.grow_trees(self._draft, self.state)
-            self.chooser.levels = self.state.spec.beam_levels  # all trees were grown again
+            self.planner.levels = self.state.spec.beam_levels  # all trees were grown again
             for entry in begun.values():
                 entry.decodes = True
                 entry.steps += 1
@@ -295,7 +295,7 @@ class BatchSlots:
     def _pause(self, slot: int) -> None:
         """Take a request's pages until there is room again. Waits for the device, to keep the chosen root: `rejection`
         would draw another one from another distribution."""
-        if self.chooser.options.judge is not None:  # the judge would be asked for the same root again
+        if self.planner.options.judge is not None:  # the judge would be asked for the same root again
             raise CacheFullError("the cache is full, and requests with a judge cannot be paused: raise cache_tokens")
         entry = self.request(slot)
         tokens = entry.first(self.lengths[slot])
@@ -342,7 +342,7 @@ class BatchSlots:
         entry = self._entries[slot]
         if entry is not None and entry.decodes and self._draft is not None:
             self._draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
-        if entry is not None and entry.decodes and self.chooser.plain_steps is None and not wipe:
+        if entry is not None and entry.decodes and self.planner.plain_steps is None and not wipe:
             tokens = entry.first(self.lengths[slot])
             self.sequences.pages.keep(slot, self._prefix_of(entry.request, tokens, entry.prefix))
         if entry is not None:

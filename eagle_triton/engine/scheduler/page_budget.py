@@ -20,15 +20,15 @@ class PageBudget:
     """
 
     def __init__(
-        self, pages: SlotPages, chooser: StepPlanner, reports: StepsInFlight, entries: list[RunningRequest | None]
+        self, pages: SlotPages, planner: StepPlanner, reports: StepsInFlight, entries: list[RunningRequest | None]
     ):
-        self._pages, self._chooser, self._reports, self._entries = pages, chooser, reports, entries
+        self._pages, self._planner, self._reports, self._entries = pages, planner, reports, entries
         self.unread_steps = 0
 
     def most_rows(self, request: Request) -> int:
         """How many rows a request may take."""
-        overshoot = 0 if request.exact else self._chooser.spec.depth
-        rows = len(request.prompt) + request.max_new_tokens + overshoot + self._chooser.spare_rows
+        overshoot = 0 if request.exact else self._planner.spec.depth
+        rows = len(request.prompt) + request.max_new_tokens + overshoot + self._planner.spare_rows
         return min(rows, self._pages.capacity)
 
     def first_rows(self, request: Request, length: int) -> int:
@@ -89,9 +89,9 @@ class PageBudget:
 
     def _rows_ahead(self, steps: int) -> int:
         """How many rows after the committed ones may be written by `steps` steps and read by later ones."""
-        trees = [self._chooser.spec, self._chooser.state.spec, *(step.state.spec for step in self._reports.steps)]
-        scratch = max(scratch_rows(tree, self._chooser.draft) for tree in trees)
-        if self._chooser.plain_steps is not None:
+        trees = [self._planner.spec, self._planner.state.spec, *(step.state.spec for step in self._reports.steps)]
+        scratch = max(scratch_rows(tree, self._planner.draft) for tree in trees)
+        if self._planner.plain_steps is not None:
             scratch = max(scratch, skipped_features.ROWS + 1)
         return (steps + self.unread_steps) * (max(tree.depth for tree in trees) + 1) + scratch
 

@@ -119,7 +119,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     kept: list[Tensor] | None = None
     padding, holes = [0] * len(input_ids), False
     sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
-    for_host = ["logits_processor"] if call.brings_processors else []  # what needs a HostChooser
+    host_reasons = ["logits_processor"] if call.brings_processors else []  # what needs a HostChooser
 
     limits = [rule.max_length for rule in rules if type(rule) is MaxLengthCriteria]
     if not limits:
@@ -137,15 +137,15 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     try:
         sampling, held_back, held_ids = _read_processors(active, config.do_sample, padding, vocabulary)
     except Fallback as fallback:
-        for_host += fallback.args
+        host_reasons += fallback.args
         for processor in active:  # the first one has hidden the others' reasons
-            with _added_to(for_host):
+            with _added_to(host_reasons):
                 _read_processors([processor], config.do_sample, padding, vocabulary)
-        for_host = list(dict.fromkeys(for_host))
+        host_reasons = list(dict.fromkeys(host_reasons))
     if holes and sampling.repetition_penalty != 1:
-        for_host.append("repetition_penalty that counts masked tokens")
+        host_reasons.append("repetition_penalty that counts masked tokens")
     if not length and sampling.repetition_penalty != 1:
-        for_host.append("repetition_penalty of inputs_embeds without input_ids")
+        host_reasons.append("repetition_penalty of inputs_embeds without input_ids")
 
     pads = any(hasattr(rule, "eos_token_id") for rule in rules)
     pad = getattr(config, "_pad_token_tensor", None)
@@ -155,22 +155,22 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
     held_back = min(max(held_back - length, 0), new_tokens)
     if held_back and {token for token in held_ids if token >= 0} != stop_ids:
-        for_host.append("a minimal length of other tokens than stopping_criteria look at")
+        host_reasons.append("a minimal length of other tokens than stopping_criteria look at")
 
     if sampling.forbids_all(vocabulary, held_ids if held_back else ()):  # each way of decoding has its own end for it
         for_host.append("no token that is allowed")
 
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
     if wanted and config.output_scores and not all(type(rule) in BLIND for rule in rules):
-        for_host.append("output_scores that stopping_criteria may look at")
-    told = call.asks or call.streamer is not None  # each token must be known before the next
-    if config.remove_invalid_values and told:  # an invalid one may come too late to begin again
-        for_host.append("remove_invalid_values beside a streamer or stopping_criteria")
+        host_reasons.append("output_scores that stopping_criteria may look at")
+    needs_each_token = call.asks or call.streamer is not None  # each token must be known before the next
+    if config.remove_invalid_values and needs_each_token:  # an invalid one may come too late to begin again
+        host_reasons.append("remove_invalid_values beside a streamer or stopping_criteria")
     if getattr(config, "prefill_chunk_size", None) and not any("prefill_chunk_size" in name for name in known_reasons):
         reasons += [] if view.by_token else ["prefill_chunk_size over recurrent layers"]
         reasons += [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]  # read whole at every chunk
-    if for_host and view.ranks is not None:
-        reasons += [f"{reason}, of a model that several ranks share" for reason in for_host]
+    if host_reasons and view.ranks is not None:
+        reasons += [f"{reason}, of a model that several ranks share" for reason in host_reasons]
     if known_reasons or reasons:
         raise Fallback(*known_reasons, *reasons)
     plan = Plan(
@@ -183,7 +183,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
         None if embeddings is None else _kept_of(embeddings, kept),
         [[] for _ in input_ids] if wanted or config.remove_invalid_values else None,
     )
-    if not for_host:
+    if not host_reasons:
         return plan
     stops = stop_ids if len(plan.prompts) == 1 else frozenset[int]()  # several rows all go on until the last one ends
     return replace(plan, sampling=SamplingParams(), stop_ids=stops, held_back=0, logits=None, on_host=True)

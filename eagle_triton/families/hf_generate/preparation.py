@@ -38,7 +38,7 @@ from eagle_triton.families.hf_generate.options import (
 )
 from eagle_triton.families.hf_generate.plan import Call
 from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
-from eagle_triton.patching import Fallback, Seam
+from eagle_triton.patching import Fallback, PatchPoint
 
 ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
 """transformers' default number of drafts by an assistant, and the most that the engine drafts in a chain."""
@@ -60,7 +60,9 @@ class Drafting(NamedTuple):
     read_tree: Callable[[], TreeSpec]
 
 
-def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Drafting], strict: bool) -> tuple[Seam, ...]:
+def patch_points(
+    model: Any, drafting: Drafting, assisted: Callable[[Assistance], Drafting], strict: bool
+) -> tuple[PatchPoint, ...]:
     """`model.generate`. assisted: gives the engine for another draft; it raises UnsupportedModelError for an unknown
     assistant. strict: raise where the original would run.
     Raises UnsupportedModelError for a model that overrides methods of transformers' generation.
@@ -121,7 +123,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
             raise
 
     remedy = "docs/limits.md#generate-of-a-plain-model"
-    return (Seam(model, "generate", generate, "generate", "engine, batched, exact stops", remedy=remedy),)
+    return (PatchPoint(model, "generate", generate, "generate", "engine, batched, exact stops", remedy=remedy),)
 
 
 @dataclass(eq=False, repr=False)

@@ -142,7 +142,7 @@ def _parts_in_slot(X_ROWS):
 
 
 @gluon.constexpr_function
-def _eights(X_ROWS):
+def _row_tiles_of_x(X_ROWS):
     """How often the tensor cores multiply a part of weights: once for each eight rows of a tile of x."""
     return (X_ROWS + 7) // 8
 
@@ -257,7 +257,7 @@ def _rows_of(word, tile, X_ROWS: gl.constexpr):
     COUNT: gl.constexpr = ROWS if X_ROWS == 1 else X_ROWS
     bits: gl.constexpr = gl.BlockedLayout([2, COUNT], [32, 1], [1, _WARPS], [1, 0])
     if X_ROWS == 1:
-        left = (word != 0).to(gl.int32)
+        remaining = (word != 0).to(gl.int32)
         row = gl.zeros((COUNT,), gl.int32, gl.SliceLayout(0, bits))
     else:
         bit = gl.arange(0, 64, gl.SliceLayout(1, bits))[:, None]
@@ -266,8 +266,8 @@ def _rows_of(word, tile, X_ROWS: gl.constexpr):
         number -= tile * COUNT
         mine = (member != 0) & (number == gl.arange(0, COUNT, gl.SliceLayout(0, bits))[None, :])
         row = gl.sum(gl.where(mine, bit, 0), axis=0)
-        left = gl.max(gl.max(gl.where(member != 0, number + 1, 0), axis=1), axis=0)
-    return left, row
+        remaining = gl.max(gl.max(gl.where(member != 0, number + 1, 0), axis=1), axis=0)
+    return remaining, row
 
 
 @gluon.jit
@@ -329,7 +329,7 @@ class _Ring(NamedTuple):
 
 @gluon.jit
 def _ring(desc, PART: gl.constexpr, X_ROWS: gl.constexpr):
-    EIGHTS: gl.constexpr = _eights(X_ROWS)
+    EIGHTS: gl.constexpr = _row_tiles_of_x(X_ROWS)
     PARTS: gl.constexpr = _SLOTS * _parts_in_slot(X_ROWS)
     x_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, X_ROWS // EIGHTS, [1, 0])
     ring = _Ring(
@@ -343,12 +343,12 @@ def _ring(desc, PART: gl.constexpr, X_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_words(ring, before, step, weight, expert, first, wanted, PART: gl.constexpr):
-    """Let TMA load an expert's weights for a step, which fill a slot, if wanted. before: see _sums."""
+def _copy_words(ring, steps_before, step, weight, expert, first, wanted, PART: gl.constexpr):
+    """Let TMA load an expert's weights for a step, which fill a slot, if wanted. steps_before: see _sums."""
     BOX: gl.constexpr = ring.desc.block_type.shape[0]
     PARTS: gl.constexpr = ring.words.shape[0] // _SLOTS
     BOXES: gl.constexpr = PARTS * (PART.height // BOX)
-    slot = (before + step) % _SLOTS
+    slot = (steps_before + step) % _SLOTS
     boxes = reinterpret(ring.words, gl.int32, [_SLOTS * BOXES, BOX, 32], ring.desc.layout)
     mbarrier.expect(ring.full.index(slot), BOXES * BOX * 128, pred=wanted)
     for i in gl.static_range(BOXES):
@@ -362,30 +362,30 @@ class _OwnX(NamedTuple):
     [parts * rows, 256], and how many columns a row has."""
 
     ptr: gl.tensor
-    there: gl.tensor
+    exists: gl.tensor
     column: gl.tensor
     depth: gl.tensor
 
 
 @gluon.jit
-def _own_x(x, x_rows, left, depth, X_ROWS: gl.constexpr):
-    """The _OwnX of a program. x_rows, left: see _rows_of."""
+def _own_x(x, x_rows, remaining, depth, X_ROWS: gl.constexpr):
+    """The _OwnX of a program. x_rows, remaining: see _rows_of."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WARPS, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     number = gl.arange(0, _parts_in_slot(X_ROWS) * X_ROWS, of_rows)
     if X_ROWS == 1:
-        row, there = number * 0 + gl.max(x_rows, axis=0), number >= 0
+        row, exists = number * 0 + gl.max(x_rows, axis=0), number >= 0
     else:
-        row, there = gl.convert_layout(x_rows, of_rows), number < left
+        row, exists = gl.convert_layout(x_rows, of_rows), number < remaining
     column = (number // X_ROWS)[:, None] * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))[None, :]
-    return _OwnX(x.ptr + row[:, None].to(gl.int64) * x.row, there[:, None], column, depth)
+    return _OwnX(x.ptr + row[:, None].to(gl.int64) * x.row, exists[:, None], column, depth)
 
 
 @gluon.jit
 def _load_x(x, step, X_ROWS: gl.constexpr):
     """The numbers of x of a step, in the order of the pairs of a word of weights."""
     column = x.column + step * (_parts_in_slot(X_ROWS) * 256)
-    numbers = gl.load(x.ptr + column, mask=x.there & (column // _UNIT < x.depth // _UNIT), other=0.0)
+    numbers = gl.load(x.ptr + column, mask=x.exists & (column // _UNIT < x.depth // _UNIT), other=0.0)
     COUNT: gl.constexpr = numbers.shape[0]
     return numbers.reshape((COUNT, 32, 2, 4)).permute((0, 1, 3, 2)).reshape((COUNT, 256))
 
@@ -431,10 +431,10 @@ def _own_scales(weight, expert, first, PART: gl.constexpr, GROUP: gl.constexpr):
 def _load_scales(scales, part, GROUP: gl.constexpr, ZEROS: gl.constexpr):
     """The scales of a part, and the words of its zeros, [rows, 8]."""
     unit = part * 8 + scales.unit
-    place, there = unit * _UNIT // GROUP, unit < scales.units
-    loaded = (gl.load(scales.ptr + (scales.row + place), mask=there, other=0),)
+    place, exists = unit * _UNIT // GROUP, unit < scales.units
+    loaded = (gl.load(scales.ptr + (scales.row + place), mask=exists, other=0),)
     if ZEROS:
-        zeros = gl.load(scales.zeros + (scales.row_of_zeros + place), mask=there, other=0)
+        zeros = gl.load(scales.zeros + (scales.row_of_zeros + place), mask=exists, other=0)
         loaded += (zeros,)  # type: ignore[assignment]
     return loaded
 
@@ -512,10 +512,10 @@ def _steps_of(depth, X_ROWS: gl.constexpr):
 @gluon.jit
 def _sums(
     ring,
-    before,
+    steps_before,
     x,
     x_rows,
-    left,
+    remaining,
     weight,
     expert,
     first,
@@ -524,28 +524,28 @@ def _sums(
     GROUP: gl.constexpr,
 ):
     """Sums [2, 8, 4, 4], one for each tile of weights and each eight rows of x. The t-th of four threads has two rows
-    of weights times rows 2 t and 2 t + 1 of x. before: how many steps the program has made before these. x_rows, left:
-    see _rows_of. The loads of the first weights must have been started."""
+    of weights times rows 2 t and 2 t + 1 of x. steps_before: how many steps the program has made before these. x_rows,
+    remaining: see _rows_of. The loads of the first weights must have been started."""
     INTEGERS: gl.constexpr = weight.scales.dtype.element_ty != gl.uint8
     ZEROS: gl.constexpr = weight.zeros is not None
     CONVERSION: gl.constexpr = (_WITH_ZEROS if ZEROS else _SYMMETRIC) if INTEGERS else _MXFP4
     PARTS: gl.constexpr = _parts_in_slot(X_ROWS)
-    EIGHTS: gl.constexpr = _eights(X_ROWS)
-    own, scales = _own_x(x, x_rows, left, weight.depth, X_ROWS), _own_scales(weight, expert, first, PART, GROUP)
+    EIGHTS: gl.constexpr = _row_tiles_of_x(X_ROWS)
+    own, scales = _own_x(x, x_rows, remaining, weight.depth, X_ROWS), _own_scales(weight, expert, first, PART, GROUP)
     steps = _steps_of(weight.depth, X_ROWS)
-    _store_x(ring, before, _load_x(own, 0, X_ROWS))
+    _store_x(ring, steps_before, _load_x(own, 0, X_ROWS))
     numbers, loaded = _load_x(own, 1, X_ROWS), _load_scales(scales, 0, GROUP, ZEROS)
     sums = ()
     for _ in gl.static_range(_tiles_in(PART) * EIGHTS):
         sums += (gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS),)  # type: ignore[assignment]
     for step in range(steps):
-        await_full(ring.full, before + step)
+        await_full(ring.full, steps_before + step)
         debug_barrier()  # all have read the previous slot, which is filled again
-        _copy_words(ring, before, step + 1, weight, expert, first, step + 1 < steps, PART)
-        _store_x(ring, before + step + 1, numbers)
+        _copy_words(ring, steps_before, step + 1, weight, expert, first, step + 1 < steps, PART)
+        _store_x(ring, steps_before + step + 1, numbers)
         numbers = _load_x(own, step + 2, X_ROWS)
         for part in range(step * PARTS, (step + 1) * PARTS):
-            slot = (before * PARTS + part) % (_SLOTS * PARTS)
+            slot = (steps_before * PARTS + part) % (_SLOTS * PARTS)
             words, factors = _words_of(ring.words.index(slot), PART), _factors_of(loaded, scales, PART)
             loaded = _load_scales(scales, part + 1, GROUP, ZEROS)
             added = ()
@@ -571,7 +571,7 @@ def _by_rows(sums):
 
 
 @gluon.jit
-def _by_eights(vector):
+def _split_by_eight(vector):
     """A vector for the rows of a tile of x as vectors for eight of them each."""
     if vector.shape[0] == ROWS:
         found = (vector,)
@@ -659,11 +659,11 @@ def swiglu_kernel(
                 *_rows_of(word, tile, X_ROWS), CHOSEN, PART, CLAMPED, BLOCK_J, X_ROWS, GROUP,
             )  # fmt: skip
     else:
-        left, row = _rows_of(word, gl.program_id(0), X_ROWS)
-        if left > 0:
+        remaining, row = _rows_of(word, gl.program_id(0), X_ROWS)
+        if remaining > 0:
             _swiglu_tile(
                 x, weight, routes, out_ptr, limit, alpha, ring, 0, expert,
-                left, row, CHOSEN, PART, CLAMPED, BLOCK_J, X_ROWS, GROUP,
+                remaining, row, CHOSEN, PART, CLAMPED, BLOCK_J, X_ROWS, GROUP,
             )  # fmt: skip
 
 
@@ -676,9 +676,9 @@ def _swiglu_tile(
     limit,
     alpha,
     ring,
-    before,
+    steps_before,
     expert,
-    left,
+    remaining,
     row,
     CHOSEN: gl.constexpr,
     PART: gl.constexpr,
@@ -687,18 +687,18 @@ def _swiglu_tile(
     X_ROWS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """`swiglu_kernel` for a tile of rows. before: see _sums. left, row: see _rows_of."""
+    """`swiglu_kernel` for a tile of rows. steps_before: see _sums. remaining, row: see _rows_of."""
     first, size = gl.program_id(1) * (PART.height // 2), weight.rows // 2
-    _copy_words(ring, before, 0, weight, expert, first, True, PART)
+    _copy_words(ring, steps_before, 0, weight, expert, first, True, PART)
     added = _load_bias(weight, expert, first, PART)
     pair = row * CHOSEN + _places_of(routes, expert, row, CHOSEN, BLOCK_J, X_ROWS)
-    sums = _sums(ring, before, x, row, left, weight, expert, first, PART, X_ROWS, GROUP)
+    sums = _sums(ring, steps_before, x, row, remaining, weight, expert, first, PART, X_ROWS, GROUP)
     gdc_launch_dependents()
-    pairs = _by_eights(pair)
+    pairs = _split_by_eight(pair)
     for j in gl.static_range(_tiles_in(PART)):
         for k in gl.static_range(len(pairs)):
             _store_swiglu(
-                sums[j * len(pairs) + k], added[2 * j], added[2 * j + 1], left - k * ROWS, pairs[k], out_ptr,
+                sums[j * len(pairs) + k], added[2 * j], added[2 * j + 1], remaining - k * ROWS, pairs[k], out_ptr,
                 first, size, limit, alpha, j, PART, CLAMPED, weight.bias is not None,
             )  # fmt: skip
 
@@ -708,7 +708,7 @@ def _store_swiglu(
     sums,
     of_gates,
     of_ups,
-    left,
+    remaining,
     pair,
     out_ptr,
     first,
@@ -735,7 +735,7 @@ def _store_swiglu(
     else:
         value = swiglu(gate, up, _BF16)
     out = out_ptr + _of_numbers(pair, layout).to(gl.int64) * size + column
-    gl.store(out, value.to(_BF16), mask=(column < size) & (_numbers(layout) < left))
+    gl.store(out, value.to(_BF16), mask=(column < size) & (_numbers(layout) < remaining))
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -769,11 +769,11 @@ def down_kernel(
                 *_rows_of(word, tile, X_ROWS), CHOSEN, PART, BLOCK_J, X_ROWS, GROUP,
             )  # fmt: skip
     else:
-        left, row = _rows_of(word, gl.program_id(0), X_ROWS)
-        if left > 0:
+        remaining, row = _rows_of(word, gl.program_id(0), X_ROWS)
+        if remaining > 0:
             _down_tile(
                 inner_ptr, weight, weights_ptr, routes, out_ptr, rows, ring, 0,
-                expert, left, row, CHOSEN, PART, BLOCK_J, X_ROWS, GROUP,
+                expert, remaining, row, CHOSEN, PART, BLOCK_J, X_ROWS, GROUP,
             )  # fmt: skip
 
 
@@ -786,9 +786,9 @@ def _down_tile(
     out_ptr,
     rows,
     ring,
-    before,
+    steps_before,
     expert,
-    left,
+    remaining,
     row,
     CHOSEN: gl.constexpr,
     PART: gl.constexpr,
@@ -796,20 +796,22 @@ def _down_tile(
     X_ROWS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """`down_kernel` for a tile of rows. before: see _sums. left, row: see _rows_of."""
+    """`down_kernel` for a tile of rows. steps_before: see _sums. remaining, row: see _rows_of."""
     first, size = gl.program_id(1) * PART.height, weight.rows
-    _copy_words(ring, before, 0, weight, expert, first, True, PART)
+    _copy_words(ring, steps_before, 0, weight, expert, first, True, PART)
     added = _load_bias(weight, expert, first, PART)
     place = _places_of(routes, expert, row, CHOSEN, BLOCK_J, X_ROWS)
     pair, part = row * CHOSEN + place, place * rows + row
-    weights = gl.load(weights_ptr + pair, mask=gl.arange(0, pair.shape[0], pair.type.layout) < left, other=0.0)
-    sums = _sums(ring, before, Rows(inner_ptr, weight.depth), pair, left, weight, expert, first, PART, X_ROWS, GROUP)
+    weights = gl.load(weights_ptr + pair, mask=gl.arange(0, pair.shape[0], pair.type.layout) < remaining, other=0.0)
+    sums = _sums(
+        ring, steps_before, Rows(inner_ptr, weight.depth), pair, remaining, weight, expert, first, PART, X_ROWS, GROUP
+    )
     gdc_launch_dependents()
-    parts, of_rows = _by_eights(part), _by_eights(weights)
+    parts, of_rows = _split_by_eight(part), _split_by_eight(weights)
     for i in gl.static_range(2 * _tiles_in(PART)):
         for k in gl.static_range(len(parts)):
             _store_down(
-                _by_rows(sums[i // 2 * len(parts) + k])[i % 2], added[i], of_rows[k], parts[k], left - k * ROWS,
+                _by_rows(sums[i // 2 * len(parts) + k])[i % 2], added[i], of_rows[k], parts[k], remaining - k * ROWS,
                 out_ptr, first, size, i // 2, i % 2, PART, weight.bias is not None,
             )  # fmt: skip
 
@@ -820,7 +822,7 @@ def _store_down(
     added,
     weights,
     part,
-    left,
+    remaining,
     out_ptr,
     first,
     size,
@@ -835,8 +837,8 @@ def _store_down(
     column = _rows_of_sums(j, second, first, size, layout, PART)
     value = _with_bias(sums, added, BIASED) * _of_numbers(weights, layout).to(gl.float32)
     value = rounded(value, weights.dtype)
-    there = (column < size) & (_numbers(layout) < left)
-    gl.store(out_ptr + _of_numbers(part, layout).to(gl.int64) * size + column, value, mask=there)
+    exists = (column < size) & (_numbers(layout) < remaining)
+    gl.store(out_ptr + _of_numbers(part, layout).to(gl.int64) * size + column, value, mask=exists)
 
 
 def takes(x: Tensor, weight: FourBits) -> bool:

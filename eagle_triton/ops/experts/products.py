@@ -73,13 +73,13 @@ _MIDDLE = tl.constexpr(MIDDLE)
 
 
 class _Slot(NamedTuple):
-    """16 rows of one expert. there: whether each exists. left: how many rows there are from these on. place: the
+    """16 rows of one expert. exists: whether each exists. remaining: how many rows there are from these on. place: the
     expert's place among those that a row chose, for rows that exist."""
 
     expert: int
-    left: int
+    remaining: int
     row: tl.tensor
-    there: tl.tensor
+    exists: tl.tensor
     place: tl.tensor
 
 
@@ -93,17 +93,17 @@ def _slot_of(slot, group, routes, CHOSEN: tl.constexpr, BLOCK_M: tl.constexpr, B
     offs = tl.arange(0, BLOCK_M)
     mine = (column[None, :] == offs[:, None]) & (member != 0)[None, :]
     row = tl.sum(tl.where(mine, bit[None, :], 0), axis=1)
-    left = tl.sum(member, axis=0) - group * BLOCK_M
-    there = offs < left
+    remaining = tl.sum(member, axis=0) - group * BLOCK_M
+    exists = offs < remaining
     place = tl.arange(0, BLOCK_J)[None, :]
-    choice = tl.load(routes.experts + row[:, None] * CHOSEN + place, mask=there[:, None] & (place < CHOSEN), other=-1)
-    return _Slot(expert, left, row, there, tl.sum(tl.where(choice == expert, place, 0), axis=1))
+    choice = tl.load(routes.experts + row[:, None] * CHOSEN + place, mask=exists[:, None] & (place < CHOSEN), other=-1)
+    return _Slot(expert, remaining, row, exists, tl.sum(tl.where(choice == expert, place, 0), axis=1))
 
 
 @triton.jit
 def _multiply(
     x_ptrs,
-    there,
+    exists,
     weight,
     scales,
     zeros,
@@ -135,7 +135,7 @@ def _multiply(
     for start in range(0, depth, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
         places = start // PARTS + tl.arange(0, BLOCK_K // PARTS)
-        w_mask, x_mask = real[:, None], there[None, :]
+        w_mask, x_mask = real[:, None], exists[None, :]
         if not EVEN_K:
             # Written this way, Triton knows that four words share a mask, and loads 16 bytes at a time.
             inside = places < depth if scales is None else places // 4 < depth // (4 * PARTS)
@@ -208,7 +208,7 @@ def _loaded_rows(scales, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _from_mxfp4(words, scale, KIND: tl.constexpr):
+def _from_mxfp4(words, scale, DTYPE: tl.constexpr):
     """[N, K]: the numbers of int32 words [N, K / 8] times their scales [N, K / 32], exact in bf16 and fp32. In a word,
     number i + 4 follows number i."""
     words = words.to(tl.uint32, bitcast=True)
@@ -222,23 +222,23 @@ def _from_mxfp4(words, scale, KIND: tl.constexpr):
         ((words >> 6) & 0x01C001C0) | (words & 0x80008000),
     )
     power = tl.maximum(scale.to(tl.uint32) << 7, 0x0040)  # the least scale is not a normal number
-    if KIND.is_bf16():
+    if DTYPE.is_bf16():
         power = power.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         power = (power << 16).to(tl.float32, bitcast=True)
-    return _of_rows(_by_groups(_halves(tl.join(even, odd), KIND), scale) * 2.0**126 * power[:, :, None]).to(KIND)
+    return _of_rows(_by_groups(_halves(tl.join(even, odd), DTYPE), scale) * 2.0**126 * power[:, :, None]).to(DTYPE)
 
 
 @triton.jit
-def _from_int4(words, scale, zero, KIND: tl.constexpr):
+def _from_int4(words, scale, zero, DTYPE: tl.constexpr):
     """[N, K]: the numbers of int32 words [N, K / 8] less their zeros, times their scales [N, groups]; rounded once. In
     a word, number i + 4 follows number i."""
     words = words.to(tl.uint32, bitcast=True)
     both = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12))
     # As bits of bf16 they are 128 more.
-    numbers = _by_groups(_halves((both & 0x000F000F) | 0x43004300, KIND), scale)
+    numbers = _by_groups(_halves((both & 0x000F000F) | 0x43004300, DTYPE), scale)
     numbers -= (zero + 128).to(numbers.dtype)[:, :, None]
-    return _of_rows(numbers * scale.to(numbers.dtype)[:, :, None]).to(KIND)
+    return _of_rows(numbers * scale.to(numbers.dtype)[:, :, None]).to(DTYPE)
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def _of_rows(numbers):
 
 
 @triton.jit
-def _from_fp8(words, KIND: tl.constexpr):
+def _from_fp8(words, DTYPE: tl.constexpr):
     """[N, K]: the numbers of int32 words [N, K / 4], exact. In a word, number i + 2 follows number i."""
     words = words.to(tl.uint32, bitcast=True)
     # As bits of bf16 they are 2^120 times smaller.
@@ -262,14 +262,14 @@ def _from_fp8(words, KIND: tl.constexpr):
         ((words << 4) & 0x07F007F0) | ((words << 8) & 0x80008000),
         ((words >> 4) & 0x07F007F0) | (words & 0x80008000),
     )
-    numbers = _halves(both, KIND) * 2.0**120
-    return tl.reshape(numbers, (words.shape[0], 4 * words.shape[1])).to(KIND)
+    numbers = _halves(both, DTYPE) * 2.0**120
+    return tl.reshape(numbers, (words.shape[0], 4 * words.shape[1])).to(DTYPE)
 
 
 @triton.jit
-def _halves(both, KIND: tl.constexpr):
-    """[..., 2]: the halves of 32-bit words, as bf16, or as fp32 if KIND is another dtype."""
-    if KIND.is_bf16():
+def _halves(both, DTYPE: tl.constexpr):
+    """[..., 2]: the halves of 32-bit words, as bf16, or as fp32 if DTYPE is another dtype."""
+    if DTYPE.is_bf16():
         return tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
     else:
         return tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -302,11 +302,11 @@ def _in_word_order(x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _with_bias(value, bias, expert, columns, KIND: tl.constexpr):
+def _with_bias(value, bias, expert, columns, DTYPE: tl.constexpr):
     """A rounded product, plus the expert's bias, rounded."""
     column, real = columns
     added = tl.load(bias.ptr + expert.to(tl.int64) * bias.row + column, mask=real, other=0.0)
-    return rounded(value + added.to(tl.float32)[:, None], KIND)
+    return rounded(value + added.to(tl.float32)[:, None], DTYPE)
 
 
 @triton.jit
@@ -349,13 +349,13 @@ def _experts_swiglu_kernel(
     The rows of a weight tile are gate and up in turn; their sums are separated at the end."""
     await_others(PDL)
     slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
-    if slot.left > 0:
+    if slot.remaining > 0:
         first = tl.program_id(1) * BLOCK_N
         columns = _of_gate_and_up(tl.arange(0, 2 * BLOCK_N), first, size, INTERLEAVED)
         loaded = _of_gate_and_up(_loaded_rows(scales, 2 * BLOCK_N), first, size, INTERLEAVED)
         x_ptrs = x.ptr + slot.row.to(tl.int64)[None, :] * x.row
         acc = _multiply(
-            x_ptrs, slot.there, weight, scales, zeros, slot.expert, columns, loaded, depth,
+            x_ptrs, slot.exists, weight, scales, zeros, slot.expert, columns, loaded, depth,
             2 * BLOCK_N, BLOCK_K, EVEN_K, GROUP,
         )  # fmt: skip
         let_next_start(PDL)
@@ -374,7 +374,7 @@ def _experts_swiglu_kernel(
             value = rounded(gate * tl.sigmoid(gate), kind) * up
         offs = first + tl.arange(0, BLOCK_N)
         out = out_ptr + (slot.row * CHOSEN + slot.place).to(tl.int64)[None, :] * size + offs[:, None]
-        tl.store(out, value.to(kind), mask=(offs < size)[:, None] & slot.there[None, :])
+        tl.store(out, value.to(kind), mask=(offs < size)[:, None] & slot.exists[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -402,14 +402,14 @@ def _experts_down_kernel(
     """Grid (tiles of rows, tiles of columns, slots): BLOCK_N columns of an expert's outputs, times the row's weight."""
     await_others(PDL)
     slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
-    if slot.left > 0:
+    if slot.remaining > 0:
         first = tl.program_id(1) * BLOCK_N
         column, row = first + tl.arange(0, BLOCK_N), first + _loaded_rows(scales, BLOCK_N)
         columns, loaded = (column, column < size), (row, row < size)
         pair = slot.row * CHOSEN + slot.place
         x_ptrs = inner_ptr + pair.to(tl.int64)[None, :] * depth
         acc = _multiply(
-            x_ptrs, slot.there, weight, scales, zeros, slot.expert, columns, loaded, depth,
+            x_ptrs, slot.exists, weight, scales, zeros, slot.expert, columns, loaded, depth,
             BLOCK_N, BLOCK_K, EVEN_K, GROUP,
         )  # fmt: skip
         let_next_start(PDL)
@@ -417,10 +417,10 @@ def _experts_down_kernel(
         value = rounded(acc, kind)
         if bias is not None:
             value = _with_bias(value, bias, slot.expert, columns, kind)
-        value *= tl.load(weights_ptr + pair, mask=slot.there, other=0.0).to(tl.float32)[None, :]
+        value *= tl.load(weights_ptr + pair, mask=slot.exists, other=0.0).to(tl.float32)[None, :]
         value = rounded(value, weights_ptr.dtype.element_ty)
         out = out_ptr + (slot.place * rows + slot.row).to(tl.int64)[None, :] * size + column[:, None]
-        tl.store(out, value, mask=(column < size)[:, None] & slot.there[None, :])
+        tl.store(out, value, mask=(column < size)[:, None] & slot.exists[None, :])
 
 
 class _RoutesParts(NamedTuple):

@@ -47,7 +47,7 @@ def _route_kernel(
     slots,
     width,
     scale,
-    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALISED: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -63,7 +63,7 @@ def _route_kernel(
 ):
     """Grid (tiles of experts, splits of K, blocks of rows). A program computes a split of some logits. The last one of
     a block of rows chooses for that block, and the last one of all lists the experts that were hit. A choice is made in
-    tiles [BLOCK_G, rows, BLOCK_M] with `width` experts in each BLOCK_M: one group's, if groups are chosen. KIND: the
+    tiles [BLOCK_G, rows, BLOCK_M] with `width` experts in each BLOCK_M: one group's, if groups are chosen. DTYPE: the
     dtype to which logits are rounded."""
     let_next_start(PDL)
     block, blocks = tl.program_id(2), tl.num_programs(2)
@@ -78,7 +78,7 @@ def _route_kernel(
         score = tl.load(partials, mask=there, other=0.0, cache_modifier=".cg")
         for split in tl.static_range(1, SPLITS):
             score += tl.load(partials + split * rows * experts, mask=there, other=0.0, cache_modifier=".cg")
-        score = tl.sigmoid(score) if SCORE == "sigmoid" else rounded(score, KIND)
+        score = tl.sigmoid(score) if SCORE == "sigmoid" else rounded(score, DTYPE)
         order = score
         if correction is not None:
             order += tl.load(correction.ptr + expert * correction.item, mask=real, other=0.0)[:, None, :]

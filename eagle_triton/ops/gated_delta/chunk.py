@@ -101,7 +101,7 @@ def _chunk_matrices_kernel(
     k = load_rows(tokens, rows, row_ok, k_first, SHAPE.K, SHAPE.BLOCK_K)
     g, beta = load_gates(gate_inputs, batch, rows, row_ok, value_head, SHAPE.HV // SHAPE.H)
     sees = one_if_positive(place[None, :] - place[:, None] + 1)
-    left = tl.exp(tl.sum(sees * g[:, None], 0))
+    decay = tl.exp(tl.sum(sees * g[:, None], 0))
     q_factor, k_factor = inverse_length(q.to(tl.float32), 1) * scale, inverse_length(k.to(tl.float32), 1)
     nodes = Nodes(q, k, g, beta, q_factor, k_factor, sees)
     upper_system, upper_reading = rows_of_chunk(0, nodes, tokens, chunk, k_first, count, SHAPE, PARTS)
@@ -112,11 +112,11 @@ def _chunk_matrices_kernel(
     tl.store(tile + _CHUNK * _CHUNK, reading)
     factor = factors_ptr + item * (5 * _CHUNK) + place
     tl.store(factor, beta)
-    tl.store(factor + _CHUNK, beta * left * k_factor)
-    tl.store(factor + 2 * _CHUNK, left * q_factor)
+    tl.store(factor + _CHUNK, beta * decay * k_factor)
+    tl.store(factor + 2 * _CHUNK, decay * q_factor)
     later = place[:, None] > place[None, :]
     tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(later, g[:, None], 0.0), 0)))
-    tl.store(factor + 4 * _CHUNK, left)
+    tl.store(factor + 4 * _CHUNK, decay)
     inverse = part_inverses(system)
     within = (place // _PART)[:, None] == (place // _PART)[None, :]
     between = square_dot(inverse, tl.where(within, 0.0, system), PARTS)
@@ -186,8 +186,8 @@ def _delta_chunk_kernel(
         answers += wide_dot(update, tl.load(tile + _CHUNK * _CHUNK), PARTS)
         out = out_ptr + out_rows[None, :] * (SHAPE.HV * SHAPE.V) + column[:, None]
         tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=written[None, :] & (column < SHAPE.V)[:, None])
-        left = tl.load(factor + 5 * _CHUNK - 1)
-        state = state * left + model_dot(of_updates[None, :] * update, k, PARTS)
+        decay = tl.load(factor + 5 * _CHUNK - 1)
+        state = state * decay + model_dot(of_updates[None, :] * update, k, PARTS)
         tile += items * (2 * _CHUNK * _CHUNK)
         factor += items * (5 * _CHUNK)
         if slots_ptr is not None:

@@ -68,14 +68,14 @@ class States(NamedTuple):
 
 
 @triton.jit
-def gating(a, b, A_log, dt_bias, KIND: tl.constexpr):
-    """g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b) rounded to KIND, of fp32 values."""
+def gating(a, b, A_log, dt_bias, DTYPE: tl.constexpr):
+    """g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b) rounded to DTYPE, of fp32 values."""
     x = a + dt_bias
     grown = tl.exp(tl.minimum(x, 20.0))
     one = 1.0 + grown
     small = tl.where(one == 1.0, grown, tl.log(one) * (grown / tl.where(one == 1.0, 1.0, one - 1.0)))  # log1p
     g = -tl.exp(A_log) * tl.where(x > 20.0, x, small)
-    return g, rounded(1.0 / (1.0 + tl.exp(-b)), KIND)
+    return g, rounded(1.0 / (1.0 + tl.exp(-b)), DTYPE)
 
 
 @triton.jit

@@ -175,7 +175,7 @@ def _delta_tree_kernel(
         tl.store(gate, g, mask=node_ok & (block == 0))
         tl.store(gate + stride_gg, beta, mask=node_ok & (block == 0))
     sees = bits(word[None, :], node[:, None])
-    left = tl.exp(tl.sum(sees * g[:, None], 0))
+    decay = tl.exp(tl.sum(sees * g[:, None], 0))
 
     q_factor, k_factor = inverse_length(q.to(tl.float32), 1) * scale, inverse_length(k.to(tl.float32), 1)
     nodes = Nodes(q, k, g, beta, q_factor, k_factor, sees)
@@ -186,9 +186,9 @@ def _delta_tree_kernel(
         lower_system, lower_reading = rows_of_tree(lower_word, word, HALF, lower_k, nodes, PARTS)
         system, reading = on_top(system, lower_system, PARTS), on_top(reading, lower_reading, PARTS)
     right, answers = model_dot(state, tl.trans(k), PARTS), model_dot(state, tl.trans(q), PARTS)
-    right = beta[None, :] * (v.to(tl.float32) - (left * k_factor)[None, :] * right)
+    right = beta[None, :] * (v.to(tl.float32) - (decay * k_factor)[None, :] * right)
     update = substitute(system, right, depth, PARTS)
-    answers = (left * q_factor)[None, :] * answers + wide_dot(update, reading, PARTS)
+    answers = (decay * q_factor)[None, :] * answers + wide_dot(update, reading, PARTS)
     out = out_ptr + ((batch * count + node)[None, :] * SHAPE.HV + value_head) * SHAPE.V + column[:, None]
     tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=node_ok[None, :] & (column < SHAPE.V)[:, None])
 

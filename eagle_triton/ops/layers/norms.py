@@ -26,10 +26,10 @@ def normalise(x, eps, size: tl.constexpr):
 
 
 @triton.jit
-def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr = True):
-    """Normalised fp32 values before a norm's weight: rounded to KIND if ROUND_FIRST and not ZERO_CENTRED."""
+def before_weight(normed, DTYPE: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr = True):
+    """Normalised fp32 values before a norm's weight: rounded to DTYPE if ROUND_FIRST and not ZERO_CENTRED."""
     if ROUND_FIRST and not ZERO_CENTRED:
-        normed = rounded(normed, KIND)
+        normed = rounded(normed, DTYPE)
     return normed
 
 
@@ -222,7 +222,7 @@ def _rms_norm_kernel(
         store_pair(tl.reshape(wide, (BLOCK // WIDTH, WIDTH)), 0, pair, row, rows, size)
 
 
-@triton.jit(do_not_specialize=["table_rows", "looks"], do_not_specialize_on_alignment=["tokens_ptr"])
+@triton.jit(do_not_specialize=["table_rows", "polls"], do_not_specialize_on_alignment=["tokens_ptr"])
 def _shared_rms_norm_kernel(
     x,
     tokens_ptr,
@@ -232,7 +232,7 @@ def _shared_rms_norm_kernel(
     out_ptr,
     total,
     peers,
-    looks,
+    polls,
     eps,
     size: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -281,12 +281,21 @@ def _shared_rms_norm_kernel(
             if other != peers.rank:
                 start = (place + other * peers.sent_rows) * peers.word_width
                 theirs = receive(
-                    peers.words, start, offs, mask, use, peers.rank, peers.failed, peers.told, looks, tl.float32
+                    peers.words,
+                    start,
+                    offs,
+                    mask,
+                    use,
+                    peers.rank,
+                    peers.failed,
+                    peers.failed_on_host,
+                    polls,
+                    tl.float32,
                 )
             whole = tl.where(other == 0, theirs, whole + theirs)
         tl.debug_barrier()
     else:
-        signal_and_wait(peers.signals, peers.failed, peers.told, row, use, peers.rank, looks, RANKS)
+        signal_and_wait(peers.signals, peers.failed, peers.failed_on_host, row, use, peers.rank, polls, RANKS)
         whole = tl.load(row_at(peers.places, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
         for other in tl.static_range(1, RANKS):
             theirs = tl.load(row_at(peers.places, other, place, offs, part_kind), mask=mask, other=0.0)
@@ -508,7 +517,7 @@ def _launch_shared_norm(
             piece(out),
             Rows.of(piece(total)),
             Peers.of(peers, rows.element_size()),
-            peers.looks,
+            peers.polls,
             eps,
             size,
             block,

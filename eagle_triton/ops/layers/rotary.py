@@ -107,7 +107,7 @@ def rotate_heads(
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
-    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
     PAIRS: tl.constexpr = False,
     ROUND_TABLES: tl.constexpr = True,
 ):
@@ -122,30 +122,30 @@ def rotate_heads(
     GAP: tl.constexpr = 1 if PAIRS else half
     mask = (offs_h < head_limit)[:, None] & (offs_d < half)[None, :]
     ptrs = row_ptr + offs_h[:, None] * stride_head + columns[None, :]
-    first = rounded(load_sum(ptrs, stride_split, mask, SPLITS), KIND)
-    second = rounded(load_sum(ptrs + GAP, stride_split, mask, SPLITS), KIND)
+    first = rounded(load_sum(ptrs, stride_split, mask, SPLITS), DTYPE)
+    second = rounded(load_sum(ptrs + GAP, stride_split, mask, SPLITS), DTYPE)
     third = first
     if rest > 0:
         offs_r = tl.arange(0, triton.next_power_of_2(rest))
         mask = (offs_h < head_limit)[:, None] & (offs_r < rest)[None, :]
         ptrs = row_ptr + offs_h[:, None] * stride_head + 2 * half + offs_r[None, :]
-        third = rounded(load_sum(ptrs, stride_split, mask, SPLITS), KIND)
+        third = rounded(load_sum(ptrs, stride_split, mask, SPLITS), DTYPE)
     if norm_ptr is not None:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         if rest > 0:
             square += tl.sum(third * third, axis=1)
         scale = tl.rsqrt(square / (2 * half + rest) + eps)[:, None]
         weight = load_weight(norm_ptr + columns, offs_d < half, ZERO_CENTRED)[None, :]
-        first = rounded(before_weight(first * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
+        first = rounded(before_weight(first * scale, DTYPE, ZERO_CENTRED, ROUND_FIRST) * weight, DTYPE)
         weight = load_weight(norm_ptr + GAP + columns, offs_d < half, ZERO_CENTRED)[None, :]
-        second = rounded(before_weight(second * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
+        second = rounded(before_weight(second * scale, DTYPE, ZERO_CENTRED, ROUND_FIRST) * weight, DTYPE)
         if rest > 0:
             weight = load_weight(norm_ptr + 2 * half + offs_r, offs_r < rest, ZERO_CENTRED)[None, :]
-            third = rounded(before_weight(third * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
+            third = rounded(before_weight(third * scale, DTYPE, ZERO_CENTRED, ROUND_FIRST) * weight, DTYPE)
     if cos is not None:
         if ROUND_TABLES:
-            left = rounded(first * cos, KIND) - rounded(second * sin, KIND)
-            second = rounded(second * cos, KIND) + rounded(first * sin, KIND)
+            left = rounded(first * cos, DTYPE) - rounded(second * sin, DTYPE)
+            second = rounded(second * cos, DTYPE) + rounded(first * sin, DTYPE)
         else:
             left = first * cos - second * sin
             second = second * cos + first * sin

@@ -21,9 +21,9 @@ def load_sum(ptrs, stride_split, mask, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, KIND: tl.constexpr):
-    """fp32 values rounded to KIND, in fp32."""
-    return x.to(KIND).to(tl.float32)
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 values rounded to DTYPE, in fp32."""
+    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit

@@ -93,13 +93,13 @@ def _weight_tile(
     k,
     cols,
     depth,
-    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
     PACKING: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """[N, BLOCK_K] of a weight (Packed) for rows n [N] int32, from column k on, rounded to KIND once.
+    """[N, BLOCK_K] of a weight (Packed) for rows n [N] int32, from column k on, rounded to DTYPE once.
 
     Rows from `cols` on and columns from `depth` on are finite. ONE_GROUP: the tile's columns belong to one group.
     Everything is [N, C] for C words of a row until their numbers are joined, so that a thread keeps what it has loaded.
@@ -131,7 +131,7 @@ def _weight_tile(
     v6, v7 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 6, PACKING)
     even, odd = tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
     # rounded after the reshape, because Triton 3.6 does not compile a product of what is reshaped for sm_100
-    return tl.reshape(tl.join(even, odd), (ROWS, BLOCK_K)).to(KIND)
+    return tl.reshape(tl.join(even, odd), (ROWS, BLOCK_K)).to(DTYPE)
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def await_read(read, step):
 
 
 @gluon.jit
-def put_weights(descs, col, step, first, tiles, full, read):
+def load_weights(descs, col, step, first, tiles, full, read):
     """Let TMA load the weights of a step, the split's step `first + step`, into its slot, once the slot has been
     read."""
     slot = step % full.shape[0]
@@ -147,17 +147,17 @@ def store(
 
 
 @gluon.jit
-def rounded(x, KIND: gl.constexpr):
-    """fp32 values rounded to KIND, in fp32."""
-    return x.to(KIND).to(gl.float32)
+def rounded(x, DTYPE: gl.constexpr):
+    """fp32 values rounded to DTYPE, in fp32."""
+    return x.to(DTYPE).to(gl.float32)
 
 
 @gluon.jit
-def swiglu(gate, up, KIND: gl.constexpr, GELU_TANH: gl.constexpr = False):
-    """silu(gate) * up of fp32 sums, in KIND, rounded where Hugging Face's models round. GELU_TANH: gelu(gate) with its
+def swiglu(gate, up, DTYPE: gl.constexpr, GELU_TANH: gl.constexpr = False):
+    """silu(gate) * up of fp32 sums, in DTYPE, rounded where Hugging Face's models round. GELU_TANH: gelu(gate) with its
     tanh approximation."""
-    gate, up = rounded(gate, KIND), rounded(up, KIND)
+    gate, up = rounded(gate, DTYPE), rounded(up, DTYPE)
     slope = gate
     if GELU_TANH:  # as ops/layers/values.py
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return (rounded(gate * (1.0 / (1.0 + gl.exp(-slope))), KIND) * up).to(KIND)
+    return (rounded(gate * (1.0 / (1.0 + gl.exp(-slope))), DTYPE) * up).to(DTYPE)

@@ -94,7 +94,7 @@ _MANY_ROWS = {
     (128, (4096,), 14336): Streaming(128, 64, 4, False, 4, 4, 8),  # down, 80 rows 37.8; 40.4
 }
 # Shared memory that a program of an unmeasured shape may take: alone on a multiprocessor, and as one of two.
-_ALONE, _SHARED = 176 * 1024, 113 * 1024
+_BYTES_ALONE, _BYTES_OF_TWO = 176 * 1024, 113 * 1024
 _LONG = 2048  # splits with this many columns have tiles 256 wide where x has up to 16 rows
 _FEW = 32  # up to this many rows the weights are the left operand
 _PREFETCH_BYTES = 32 * 1024  # in flight before the input is ready: more would slow the kernel that makes the input
@@ -278,13 +278,13 @@ def settings_for(
         block_n, block_k, w_stages, x_stages = measured
     else:
         alone = tiles_of(cols, block_n, fused) * splits <= MULTIPROCESSORS
-        if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _SHARED:
+        if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _BYTES_OF_TWO:
             block_k = 64  # two stages of the larger tiles would leave no room for a second program
         long = len(cols) == 1 and depth >= _LONG * splits and depth % (256 * splits) == 0
         if alone and long and rows <= 16 and (block_n, block_k) == (64, 128):
             block_k = 256  # more of a row at a time
         w_stage, x_stage = block_n * (2 if fused else 1) * block_k * 2, _block_m(swap, rows) * block_k * 2
-        room = _ALONE if alone else _SHARED
+        room = _BYTES_ALONE if alone else _BYTES_OF_TWO
         most = min(4 if fused else 6, triton.cdiv(depth, block_k * splits))
         w_stages = 2
         while w_stages < most and (w_stages + 1) * w_stage + min(w_stages + 1, 4) * x_stage <= room:

@@ -43,7 +43,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     barriers,
     descriptor,
     give_back,
-    put_weights,
+    load_weights,
     room_for,
     room_for_weights,
     steps_of,
@@ -171,7 +171,7 @@ class FourBitColumns(NamedTuple):
 
 
 @gluon.jit
-def _converted(words, scale, table, KIND: gl.constexpr, MARLIN: gl.constexpr, MMA: gl.constexpr):
+def _converted(words, scale, table, DTYPE: gl.constexpr, MARLIN: gl.constexpr, MMA: gl.constexpr):
     """Words [N, 8] with scales [N, 1] or [N, 8], as the left operand [N, 64] of a product with this layout.
 
     A thread's registers hold words of two rows in turn, the second eight rows below the first. A converted pair of
@@ -195,10 +195,10 @@ def _converted(words, scale, table, KIND: gl.constexpr, MARLIN: gl.constexpr, MM
     to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else zeros_to_bf16 if WITH_ZEROS else plain_to_bf16
     to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else zeros_to_fp16 if WITH_ZEROS else plain_to_fp16
     a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-        to_bf16 if KIND.is_bf16() else to_fp16,
+        to_bf16 if DTYPE.is_bf16() else to_fp16,
         _TABLE_REGISTERS if BY_TABLE else _REGISTERS,
         operands,
-        (KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value),
+        (DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value),
         is_pure=True,
         pack=2,
     )
@@ -247,7 +247,7 @@ def _ring(x_desc, descs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _put_rows(desc, row, rows, step, first, ring):
+def _load_rows(desc, row, rows, step, first, ring):
     """Let TMA load x of a step, from `row` on, after its words.
 
     TMA is slower for rows outside of the tensor, so the first rows are loaded again instead of them.
@@ -270,12 +270,12 @@ def _put_rows(desc, row, rows, step, first, ring):
 def _load(x_desc, w_descs, row, rows, col, first, count, ring, PREFETCH: gl.constexpr):
     """Load the operands of `count` steps from step `first`, with the words of PREFETCH steps before x is ready."""
     for step in range(gl.minimum(count, PREFETCH)):
-        put_weights(w_descs, col, step, first, ring.words, ring.full, ring.read)
+        load_weights(w_descs, col, step, first, ring.words, ring.full, ring.read)
     gdc_wait()
     for step in range(count):
-        _put_rows(x_desc, row, rows, step, first, ring)
+        _load_rows(x_desc, row, rows, step, first, ring)
         if step + PREFETCH < count:
-            put_weights(w_descs, col, step + PREFETCH, first, ring.words, ring.full, ring.read)
+            load_weights(w_descs, col, step + PREFETCH, first, ring.words, ring.full, ring.read)
 
 
 @gluon.jit

@@ -139,7 +139,7 @@ def _ring(x_desc, w_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
     return _Ring(x_tiles, w_tiles, full, read)
 
 
-class _Work(NamedTuple):
+class _Launch(NamedTuple):
     """What the programs of a launch make: products of `rows` rows with the weights (see tile_of) in `tiles` column
     tiles. The first `whole` of these are made in tiles of BLOCK_M rows, and with one half tile for the last rows if
     they fit. The others are made in half tiles only."""
@@ -155,7 +155,7 @@ class _Work(NamedTuple):
     whole: int
 
 
-class _Place(NamedTuple):
+class _OutputTile(NamedTuple):
     """A tile of the output: its first row and its height, its column tile, its split, and that split's first step and
     number of steps."""
 
@@ -177,37 +177,37 @@ def _row_tiles(rows, height, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _output_tiles(work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
+def _output_tiles(launch, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
     """The number of whole tiles of the output, of halves in columns without whole tiles, and of all tiles."""
-    whole = work.whole * _row_tiles(work.rows, BLOCK_M, BLOCK_M) * SPLITS
-    halves = (work.tiles - work.whole) * _row_tiles(work.rows, BLOCK_M // 2, BLOCK_M) * SPLITS
-    rests = work.whole * (_row_tiles(work.rows, BLOCK_M // 2, BLOCK_M) % 2) * SPLITS if BLOCK_M == _HIGHEST else 0
+    whole = launch.whole * _row_tiles(launch.rows, BLOCK_M, BLOCK_M) * SPLITS
+    halves = (launch.tiles - launch.whole) * _row_tiles(launch.rows, BLOCK_M // 2, BLOCK_M) * SPLITS
+    rests = launch.whole * (_row_tiles(launch.rows, BLOCK_M // 2, BLOCK_M) % 2) * SPLITS if BLOCK_M == _HIGHEST else 0
     return whole, halves, whole + halves + rests
 
 
 @gluon.jit
-def _place(number, work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
+def _output_tile(number, launch, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
     """Tile `number` of the output: whole tiles come first, the half tiles below them last. Otherwise tiles of the same
     columns are neighbours, so weights come from memory once.
 
     The last tile of rows overlaps the one before it: both store the same.
     """
-    whole, halves, _ = _output_tiles(work, BLOCK_M, SPLITS)
-    height, top, begin, columns = BLOCK_M, 0, 0, work.whole
+    whole, halves, _ = _output_tiles(launch, BLOCK_M, SPLITS)
+    height, top, begin, columns = BLOCK_M, 0, 0, launch.whole
     if number >= whole:
-        height, begin, columns = BLOCK_M // 2, work.whole, work.tiles - work.whole
+        height, begin, columns = BLOCK_M // 2, launch.whole, launch.tiles - launch.whole
         number -= whole
-    row_tiles = _row_tiles(work.rows, height, BLOCK_M)
+    row_tiles = _row_tiles(launch.rows, height, BLOCK_M)
     if BLOCK_M == _HIGHEST:
         is_rest = (height < BLOCK_M) & (number >= halves)
         if is_rest:
-            top, row_tiles, begin, columns = work.rows, 1, 0, work.whole
+            top, row_tiles, begin, columns = launch.rows, 1, 0, launch.whole
             number -= halves
-    row = gl.minimum(top + number % row_tiles * height, gl.maximum(work.rows - height, 0))
+    row = gl.minimum(top + number % row_tiles * height, gl.maximum(launch.rows - height, 0))
     number = number // row_tiles
     split = number // columns
-    first, steps = steps_of(split, work.depth, _STEP, SPLITS)
-    return _Place(row, height, begin + number % columns, split, first, steps)
+    first, steps = steps_of(split, launch.depth, _STEP, SPLITS)
+    return _OutputTile(row, height, begin + number % columns, split, first, steps)
 
 
 class _Weights(NamedTuple):
@@ -223,17 +223,17 @@ class _Weights(NamedTuple):
 
 
 @gluon.jit
-def _weights_at(column, work, FUSED: gl.constexpr):
+def _weights_at(column, launch, FUSED: gl.constexpr):
     if FUSED:
-        gate, up = work.columns
-        return _Weights((work.descs[0], work.descs[1]), column * (_HEIGHT // 2), gate, up, 0, work.out.ptr)
+        gate, up = launch.columns
+        return _Weights((launch.descs[0], launch.descs[1]), column * (_HEIGHT // 2), gate, up, 0, launch.out.ptr)
     else:
-        tile = tile_of(column, work.columns, work.descs, work.biases, work.out.ptr, _HEIGHT)
+        tile = tile_of(column, launch.columns, launch.descs, launch.biases, launch.out.ptr, _HEIGHT)
         return _Weights((tile.desc,), tile.number * _HEIGHT, tile.weight, tile.weight, tile.bias, tile.out_ptr)
 
 
 @gluon.jit
-def _put_weights(descs, col, k, ring, step):
+def _load_weights(descs, col, k, ring, step):
     """Let TMA load a tile of weights at (col, k) into its slot: with gate and up, some rows of each in turn."""
     STAGES: gl.constexpr = ring.full.shape[0]
     HEIGHT: gl.constexpr = descs[0].block_type.shape[0]
@@ -248,7 +248,7 @@ def _put_weights(descs, col, k, ring, step):
 
 
 @gluon.jit
-def _put_rows(desc, place, rows, k, ring, step):
+def _load_rows(desc, tile, rows, k, ring, step):
     """The same for a tile of x.
 
     TMA is slower for rows outside of the tensor, so the first rows are loaded again instead of them.
@@ -258,35 +258,35 @@ def _put_rows(desc, place, rows, k, ring, step):
     LOADS: gl.constexpr = ring.x.shape[1] // HEIGHT
     tiles = reinterpret(ring.x, desc.dtype, [STAGES * LOADS, HEIGHT, _UNIT], desc.layout)
     slot = step % STAGES
-    full, halved = ring.full.index(slot), place.height < ring.x.shape[1]
+    full, halved = ring.full.index(slot), tile.height < ring.x.shape[1]
     mbarrier.expect(full, LOADS * desc.block_type.nbytes, pred=halved == 0)
     mbarrier.expect(full, LOADS // 2 * desc.block_type.nbytes, pred=halved)
     for i in gl.static_range(LOADS):
-        row = place.row + i * HEIGHT
+        row = tile.row + i * HEIGHT
         row = gl.where(row < rows, row, 0)
-        async_load(desc, [row, k], full, tiles.index(slot * LOADS + i), pred=place.height > i * HEIGHT)
+        async_load(desc, [row, k], full, tiles.index(slot * LOADS + i), pred=tile.height > i * HEIGHT)
 
 
 @gluon.jit
-def _load(x_desc, work, ring, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, FUSED: gl.constexpr):
+def _load(x_desc, launch, ring, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, FUSED: gl.constexpr):
     """Load the operands of a program's tiles as far ahead as the ring goes, the first step's weights before x is
     ready: more would slow the kernel that makes x."""
-    place = _place(gl.program_id(0), work, BLOCK_M, SPLITS)
-    weights = _weights_at(place.column, work, FUSED)
+    tile = _output_tile(gl.program_id(0), launch, BLOCK_M, SPLITS)
+    weights = _weights_at(tile.column, launch, FUSED)
     for step in range(2):
-        _put_weights(weights.descs, weights.col, place.first * _STEP + step * _UNIT, ring, step)
+        _load_weights(weights.descs, weights.col, tile.first * _STEP + step * _UNIT, ring, step)
     gdc_wait()
     step = 0
-    _, _, tiles = _output_tiles(work, BLOCK_M, SPLITS)
+    _, _, tiles = _output_tiles(launch, BLOCK_M, SPLITS)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        place = _place(number, work, BLOCK_M, SPLITS)
-        weights = _weights_at(place.column, work, FUSED)
-        for i in range(2 * place.steps):
-            k = place.first * _STEP + i * _UNIT
+        tile = _output_tile(number, launch, BLOCK_M, SPLITS)
+        weights = _weights_at(tile.column, launch, FUSED)
+        for i in range(2 * tile.steps):
+            k = tile.first * _STEP + i * _UNIT
             if step >= 2:
                 await_read(ring.read, step)
-                _put_weights(weights.descs, weights.col, k, ring, step)
-            _put_rows(x_desc, place, work.rows, k, ring, step)
+                _load_weights(weights.descs, weights.col, k, ring, step)
+            _load_rows(x_desc, tile, launch.rows, k, ring, step)
             step += 1
 
 
@@ -318,7 +318,7 @@ def _take_weights(ring, step, upper_scale, lower_scale, acc, SCALED: gl.constexp
 
 
 @gluon.jit
-def _multiply(ring, step, place, weights, scale_column, BLOCK_M: gl.constexpr, IN_BLOCKS: gl.constexpr):
+def _multiply(ring, step, tile, weights, scale_column, BLOCK_M: gl.constexpr, IN_BLOCKS: gl.constexpr):
     """The sums [128, BLOCK_M] of a tile of the output, from the ring's step number `step` on.
 
     A product is waited for when the next one runs, which hides the conversion between them. Two tiles of weights are in
@@ -330,12 +330,12 @@ def _multiply(ring, step, place, weights, scale_column, BLOCK_M: gl.constexpr, I
     acc = zeros(BLOCK_M, _HEIGHT, True)
     even = gl.zeros((_HEIGHT, _UNIT), ring.x.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     odd = even
-    k = place.first * _STEP
+    k = tile.first * _STEP
     upper_scale = block_scale(weights.upper, scale_column, weights.col, k, IN_BLOCKS)
     lower_scale = block_scale(weights.lower, scale_column, weights.col, k, IN_BLOCKS)
-    for i in range(place.steps):
+    for i in range(tile.steps):
         unit = step + 2 * i
-        k = (place.first + gl.minimum(i + 1, place.steps - 1)) * _STEP  # the next step's scales are on their way
+        k = (tile.first + gl.minimum(i + 1, tile.steps - 1)) * _STEP  # the next step's scales are on their way
         next_upper = block_scale(weights.upper, scale_column, weights.col, k, IN_BLOCKS)
         next_lower = block_scale(weights.lower, scale_column, weights.col, k, IN_BLOCKS)
         even = _take_weights(ring, unit, upper_scale, lower_scale, acc, IN_BLOCKS)
@@ -350,7 +350,7 @@ def _multiply(ring, step, place, weights, scale_column, BLOCK_M: gl.constexpr, I
         give_back(ring.read, unit)
         upper_scale, lower_scale = next_upper, next_lower
     acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
-    give_back(ring.read, step + 2 * place.steps - 1)
+    give_back(ring.read, step + 2 * tile.steps - 1)
     return acc
 
 
@@ -361,7 +361,7 @@ def _finish(
     out,
     rows,
     bias_cols,
-    KIND: gl.constexpr,
+    DTYPE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     IN_BLOCKS: gl.constexpr,
     FUSED: gl.constexpr,
@@ -372,14 +372,14 @@ def _finish(
     col, upper, lower = weights.col, weights.upper, weights.lower
     if BLOCK_M > _STORED:
         first, second = acc.reshape((_HEIGHT, 2, HALF)).permute((0, 2, 1)).split()
-        _finish(first, weights, out, rows, bias_cols, KIND, HALF, IN_BLOCKS, FUSED, BIASED)
+        _finish(first, weights, out, rows, bias_cols, DTYPE, HALF, IN_BLOCKS, FUSED, BIASED)
         out = Rows(out.ptr + HALF * out.row, out.row)
-        _finish(second, weights, out, rows - HALF, bias_cols, KIND, HALF, IN_BLOCKS, FUSED, BIASED)
+        _finish(second, weights, out, rows - HALF, bias_cols, DTYPE, HALF, IN_BLOCKS, FUSED, BIASED)
     elif FUSED:
         gate, up = acc.reshape((_HEIGHT // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)).split()
         gate = scaled(gate.reshape((_HEIGHT // 2, BLOCK_M)), upper, col, upper.cols, IN_BLOCKS)
         up = scaled(up.reshape((_HEIGHT // 2, BLOCK_M)), lower, col, lower.cols, IN_BLOCKS)
-        store(swiglu(gate, up, KIND), out, None, col, rows, 0, upper.cols, BLOCK_M, _HEIGHT // 2, True)
+        store(swiglu(gate, up, DTYPE), out, None, col, rows, 0, upper.cols, BLOCK_M, _HEIGHT // 2, True)
     else:
         acc = scaled(acc, upper, col, upper.cols, IN_BLOCKS)
         bias_ptr = weights.bias if BIASED else None
@@ -387,9 +387,9 @@ def _finish(
 
 
 @gluon.jit
-def _make_tile(
-    work,
-    place,
+def _compute_tile(
+    launch,
+    tile,
     ring,
     step,
     is_last,
@@ -399,20 +399,20 @@ def _make_tile(
     BIASED: gl.constexpr,
 ):
     """Multiply and store a tile of the output."""
-    weights = _weights_at(place.column, work, FUSED)
-    acc = _multiply(ring, step, place, weights, work.scale_column, BLOCK_M, IN_BLOCKS)
+    weights = _weights_at(tile.column, launch, FUSED)
+    acc = _multiply(ring, step, tile, weights, launch.scale_column, BLOCK_M, IN_BLOCKS)
     if not FUSED and is_last:
         gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
-    before = (place.split.to(gl.int64) * work.rows + place.row) * work.out.row
-    out = Rows(weights.out_ptr + before, work.out.row)
-    bias_cols = gl.where(place.split == 0, weights.upper.cols, 0)
-    rows = work.rows - place.row
+    before = (tile.split.to(gl.int64) * launch.rows + tile.row) * launch.out.row
+    out = Rows(weights.out_ptr + before, launch.out.row)
+    bias_cols = gl.where(tile.split == 0, weights.upper.cols, 0)
+    rows = launch.rows - tile.row
     _finish(acc, weights, out, rows, bias_cols, ring.x.dtype, BLOCK_M, IN_BLOCKS, FUSED, BIASED)
 
 
 @gluon.jit
-def _make(
-    work,
+def _compute_tiles(
+    launch,
     ring,
     BLOCK_M: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -422,15 +422,15 @@ def _make(
 ):
     """Make a program's tiles of the output."""
     step = 0
-    _, _, tiles = _output_tiles(work, BLOCK_M, SPLITS)
+    _, _, tiles = _output_tiles(launch, BLOCK_M, SPLITS)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        place = _place(number, work, BLOCK_M, SPLITS)
+        tile = _output_tile(number, launch, BLOCK_M, SPLITS)
         is_last = number + gl.num_programs(0) >= tiles
-        if place.height == BLOCK_M:
-            _make_tile(work, place, ring, step, is_last, BLOCK_M, IN_BLOCKS, FUSED, BIASED)
+        if tile.height == BLOCK_M:
+            _compute_tile(launch, tile, ring, step, is_last, BLOCK_M, IN_BLOCKS, FUSED, BIASED)
         elif BLOCK_M == _HIGHEST:  # lower tiles are not halved
-            _make_tile(work, place, ring, step, is_last, BLOCK_M // 2, IN_BLOCKS, FUSED, BIASED)
-        step += 2 * place.steps
+            _compute_tile(launch, tile, ring, step, is_last, BLOCK_M // 2, IN_BLOCKS, FUSED, BIASED)
+        step += 2 * tile.steps
 
 
 @gluon.jit(do_not_specialize=["rows", "tiles", "whole"])
@@ -458,19 +458,19 @@ def linear_kernel(
     gate and up, and a tile is of both.
 
     Products stand side by side in `out`. Every split must have a step. scale_column: the stride between columns of
-    block scales. tiles, whole: see _Work.
+    block scales. tiles, whole: see _Launch.
     """
     BIASED: gl.constexpr = biases is not None
     descs = (w0_desc, w1_desc, w2_desc, w3_desc)
     of_tiles = biases if biases is not None else (0, 0, 0, 0)
-    work = _Work(columns, descs, of_tiles, out, rows, depth, scale_column, tiles, whole)
+    launch = _Launch(columns, descs, of_tiles, out, rows, depth, scale_column, tiles, whole)
     ring = _ring(x_desc, w0_desc, BLOCK_M, STAGES)
     if FUSED:
         gdc_launch_dependents()
     # fmt: off
     gl.warp_specialize([
-        (_make, (work, ring, BLOCK_M, SPLITS, IN_BLOCKS, FUSED, BIASED)),
-        (_load, (x_desc, work, ring, BLOCK_M, SPLITS, FUSED)),
+        (_compute_tiles, (launch, ring, BLOCK_M, SPLITS, IN_BLOCKS, FUSED, BIASED)),
+        (_load, (x_desc, launch, ring, BLOCK_M, SPLITS, FUSED)),
     ], [1], [_FUSED_LOADER if FUSED else _LOADER])
     # fmt: on
 
@@ -503,7 +503,7 @@ def _splits(cols: tuple[int, ...], depth: int) -> int:
 
 
 def whole_tiles(rows: int, tiles: int, splits: int, programs: int) -> int:
-    """How many of the column tiles are made in tiles of block_m_of(rows) rows: see _Work.
+    """How many of the column tiles are made in tiles of block_m_of(rows) rows: see _Launch.
 
     All, a number that fills rounds of all programs, or none: whichever ends first, if half a tile takes three quarters
     of the time, as measured for tiles of MAX_BLOCK_M rows.
@@ -521,7 +521,7 @@ def whole_tiles(rows: int, tiles: int, splits: int, programs: int) -> int:
 
 
 def output_tiles(rows: int, tiles: int, whole: int, splits: int) -> tuple[int, int]:
-    """The number of whole tiles of the output, and of halves, for _Work's `tiles` and `whole`."""
+    """The number of whole tiles of the output, and of halves, for _Launch's `tiles` and `whole`."""
     if block_m_of(rows) < MAX_BLOCK_M:
         return tiles * splits, 0
     halves = triton.cdiv(rows, MAX_BLOCK_M // 2)

@@ -38,7 +38,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     block_scale,
     descriptor,
     give_back,
-    put_weights,
+    load_weights,
     room_for,
     room_for_weights,
     scaled,
@@ -108,7 +108,7 @@ def _ring(x_desc, w_descs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES:
 
 
 @gluon.jit
-def _put_rows(x_desc, rows, step, first, ring):
+def _load_rows(x_desc, rows, step, first, ring):
     """Let TMA load x's pair of a step, after its weights.
 
     TMA is slower for rows outside of the tensor, so the first rows are loaded again instead of them.
@@ -131,12 +131,12 @@ def _load(x_desc, w_descs, rows, col, first, count, ring, PREFETCH: gl.constexpr
     """Load the operands of `count` steps from step `first`, with the weights of PREFETCH steps before x is ready."""
     gl.static_assert(ring.full.shape[0] > PREFETCH, "a reader of two slots gives the first back after the second")
     for step in range(gl.minimum(count, PREFETCH)):
-        put_weights(w_descs, col, step, first, ring.w, ring.full, ring.read)
+        load_weights(w_descs, col, step, first, ring.w, ring.full, ring.read)
     gdc_wait()
     for step in range(count):
-        _put_rows(x_desc, rows, step, first, ring)
+        _load_rows(x_desc, rows, step, first, ring)
         if step + PREFETCH < count:
-            put_weights(w_descs, col, step + PREFETCH, first, ring.w, ring.full, ring.read)
+            load_weights(w_descs, col, step + PREFETCH, first, ring.w, ring.full, ring.read)
 
 
 @gluon.jit

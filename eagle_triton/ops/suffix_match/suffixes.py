@@ -37,7 +37,7 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _SLACK = tl.constexpr(SLACK)
 _DEEPEST = tl.constexpr(DEEPEST)
-_RUNS = tl.constexpr(8)  # distinct lengths that are tried
+_TRIED_LENGTHS = tl.constexpr(8)  # distinct lengths that are tried
 _TIME = tl.constexpr(MAX_TIMES - 1)
 _BLOCK = tl.constexpr(32)  # segments for one load of counts
 _UNROLL = tl.constexpr(2)
@@ -68,7 +68,7 @@ class DraftRules(NamedTuple):
         )
 
 
-class Run(NamedTuple):
+class LengthRange(NamedTuple):
     """The matches of at least `longest` tokens in one store, taken as a match of `shortest` to `longest` tokens."""
 
     best: Tensor  # of the store's first segment, as `reach`
@@ -81,7 +81,7 @@ class Run(NamedTuple):
 
 
 class Records(NamedTuple):
-    """The draft from each run, contiguous."""
+    """The draft from each LengthRange, contiguous."""
 
     nodes: Tensor  # tokens, then parents
     probs: Tensor
@@ -90,25 +90,25 @@ class Records(NamedTuple):
 
 
 @triton.jit
-def _gathered(run, keep, WIDTH: tl.constexpr, N: tl.constexpr):
-    """Times [N] of a run's matches: all longer ones, then the latest others as far as there is room."""
+def _gathered(lengths, keep, WIDTH: tl.constexpr, N: tl.constexpr):
+    """Times [N] of the matches of these lengths: all longer ones, then the latest others as far as there is room."""
     place = tl.arange(0, N)
     passed = tl.zeros((N,), tl.int32)  # segments before, and their matches: segment << 8 | matches
     taken, seen = 0, 0
-    for first in tl.range(0, run.segments, _BLOCK, loop_unroll_factor=_UNROLL):
+    for first in tl.range(0, lengths.segments, _BLOCK, loop_unroll_factor=_UNROLL):
         segment = first + tl.arange(0, _BLOCK)
-        inside = segment < run.segments
-        reach = run.reach + segment * _DEEPEST + run.longest
-        upper = tl.load(reach, mask=inside & (run.longest < _DEEPEST), other=0)
+        inside = segment < lengths.segments
+        reach = lengths.reach + segment * _DEEPEST + lengths.longest
+        upper = tl.load(reach, mask=inside & (lengths.longest < _DEEPEST), other=0)
         equal = tl.load(reach - 1, mask=inside, other=0) - upper
-        later = run.whole - seen - tl.cumsum(equal, 0)
-        take = upper + tl.minimum(tl.maximum(keep - run.longer - later, 0), equal)
+        later = lengths.whole - seen - tl.cumsum(equal, 0)
+        take = upper + tl.minimum(tl.maximum(keep - lengths.longer - later, 0), equal)
         upto = taken + tl.cumsum(take, 0)
         before = inside[:, None] & (upto[:, None] <= place[None, :])
         passed += tl.sum(tl.where(before, 256 + take[:, None], 0), 0)
         taken += tl.sum(take, 0)
         seen += tl.sum(equal, 0)
-    key = tl.load(run.best + (passed >> 8) * WIDTH + place - (passed & 255), mask=place < taken, other=0)
+    key = tl.load(lengths.best + (passed >> 8) * WIDTH + place - (passed & 255), mask=place < taken, other=0)
     return key & _TIME
 
 
@@ -233,10 +233,10 @@ def _linked(store, keys, J: tl.constexpr):
 
 
 @triton.jit
-def _draft_run(
+def _draft_of_lengths(
     store,
     end,
-    run,
+    lengths,
     out,
     places,
     keep,
@@ -246,12 +246,12 @@ def _draft_run(
     J: tl.constexpr,
     N: tl.constexpr,
 ):
-    """The best draft from at most N of a run's matches. Their store ends at time `end`."""
+    """The best draft from at most N of the matches of these lengths. Their store ends at time `end`."""
     DEPTH: tl.constexpr = RULES.DEPTH
     BANNED: tl.constexpr = RULES.BANNED  # a tuple, which Triton 3.6 cannot pass on inside another
-    longest, shortest = run.longest, run.shortest
-    time = _gathered(run, keep, WIDTH, N)
-    occurrences = tl.minimum(run.longer + run.whole, keep)
+    longest, shortest = lengths.longest, lengths.shortest
+    time = _gathered(lengths, keep, WIDTH, N)
+    occurrences = tl.minimum(lengths.longer + lengths.whole, keep)
     real = tl.arange(0, N) < occurrences
     ends = _ends(store, end, time, real, places, J, BANNED)
 
@@ -313,10 +313,11 @@ def _draft_kernel(
     J: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, stores * RUNS): a program drafts from the nth longest distinct length of matches in one store."""
+    """Grid (B, stores * _TRIED_LENGTHS): a program drafts from the nth longest distinct length of matches in one
+    store."""
     await_inputs(PDL)
-    slot, nth = tl.program_id(0), tl.program_id(1) % _RUNS
-    from_ring = tl.program_id(1) >= _RUNS
+    slot, nth = tl.program_id(0), tl.program_id(1) % _TRIED_LENGTHS
+    from_ring = tl.program_id(1) >= _TRIED_LENGTHS
     length = tl.load(lengths_ptr + slot * stride_l)
     first = slot * segments + tl.where(from_ring, own_segments, 0)
     count = tl.where(from_ring, segments - own_segments, length // CHUNK + 1)
@@ -344,7 +345,9 @@ def _draft_kernel(
         end = length + 1
         if ring is not None:
             end = tl.where(from_ring, ring.size, end)
-        run = Run(best_ptr + first * WIDTH, reach_ptr + first * _DEEPEST, count, longest, shortest, longer, whole)
+        lengths = LengthRange(
+            best_ptr + first * WIDTH, reach_ptr + first * _DEEPEST, count, longest, shortest, longer, whole
+        )
         out = Records(
             records.nodes + record * 2 * places,
             records.probs + record * places,
@@ -352,9 +355,9 @@ def _draft_kernel(
             records.found + record * 2,
         )
         if longer + whole <= _FEW:
-            _draft_run(store, end, run, out, places, keep, most, RULES, WIDTH, J, _FEW)
+            _draft_of_lengths(store, end, lengths, out, places, keep, most, RULES, WIDTH, J, _FEW)
         else:
-            _draft_run(store, end, run, out, places, keep, most, RULES, WIDTH, J, WIDTH)
+            _draft_of_lengths(store, end, lengths, out, places, keep, most, RULES, WIDTH, J, WIDTH)
 
 
 @triton.jit
@@ -378,7 +381,7 @@ def _choose_kernel(records, drafts, places, RECORDS: tl.constexpr, J: tl.constex
     tl.store(drafts.probs + out, tl.load(records.probs + at * places + step, mask=real, other=0.0), mask=step < places)
     tl.store(drafts.match + slot, tl.load(records.found + at * 2, mask=some, other=0))
     tl.store(drafts.occurrences + slot, tl.load(records.found + at * 2 + 1, mask=some, other=0))
-    tl.store(drafts.from_ring + slot, some & (chosen >= _RUNS))
+    tl.store(drafts.from_ring + slot, some & (chosen >= _TRIED_LENGTHS))
 
 
 def suffix_drafts(
@@ -402,7 +405,7 @@ def suffix_drafts(
     own_segments, ring_chunks = triton.cdiv(columns, CHUNK.value), triton.cdiv(size, CHUNK.value)
     segments = own_segments + triton.cdiv(ring_chunks, LISTED.value)
     group = min(_GROUP, triton.next_power_of_2(batch))
-    records = _RUNS.value * (1 if ring is None else 2)
+    records = _TRIED_LENGTHS.value * (1 if ring is None else 2)
     former, draft_rules = Ring.of(ring), DraftRules.of(rules)
     most = places if rules.max_spec_tokens is None else min(places, int(rules.max_spec_tokens))
 
