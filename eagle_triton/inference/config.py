@@ -17,7 +17,7 @@ from eagle_triton.operands.integrators import TreeMaskMode
 from eagle_triton.operands.suffix_match import MAX_TIMES
 from eagle_triton.operands.verification import MAX_CANDIDATE_LEN, Verification
 from eagle_triton.options import MAX_TREE, EngineOptions, candidates_of, check_nodes
-from eagle_triton.values import check_switches, checked_integer
+from eagle_triton.values import check_choice, check_switches, checked_integer
 
 if TYPE_CHECKING:
     from eagle_triton.inference.speculative_config import SpeculativeConfig
@@ -35,6 +35,14 @@ SAMPLING = (
 TREE = ("topk", "num_steps", "num_draft_tokens")
 GUIDED = ("eagle", "draft_model", "mtp")  # methods with a model for all drafts
 VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
+
+
+def checked_device(value: Any) -> torch.device:
+    """The device of that name. Raises ValueError if torch knows none."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device or the name of one, got {value!r}") from error
 
 
 @dataclass(frozen=True)
@@ -105,9 +113,10 @@ class EAGLEConfig(EngineOptions):
         check_switches(fallback=self.fallback, verbose=self.verbose)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
+        check_choice("tree_mask_mode", self.tree_mask_mode, [*map(int, TreeMaskMode)])
         object.__setattr__(self, "tree_mask_mode", TreeMaskMode(self.tree_mask_mode))
         if self.device is not None:
-            object.__setattr__(self, "device", torch.device(self.device))
+            object.__setattr__(self, "device", checked_device(self.device))
         self.sampling()  # checks its options
         self._check_speculative()
         _ = self.verification  # checks its options

@@ -33,7 +33,7 @@ from eagle_triton.inference.arguments import (
     StreamOptions,
     check_options,
 )
-from eagle_triton.inference.config import EAGLEConfig
+from eagle_triton.inference.config import EAGLEConfig, checked_device
 from eagle_triton.inference.costs import CostTable, StepCosts, pass_cost
 from eagle_triton.inference.load import load_pair, tree_of
 from eagle_triton.inference.policy import TreePolicy, tree_sizes
@@ -118,7 +118,7 @@ class EAGLEInference:
             raise TypeError(f"config must be an EAGLEConfig or a SpeculativeConfig, got {type(config).__name__}")
         self.config = config or EAGLEConfig()
         wanted = device if device is not None else self.config.device
-        wanted = None if wanted is None else torch.device(wanted)
+        wanted = None if wanted is None else checked_device(wanted)
         if wanted is not None and wanted.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={str(wanted)!r}: there is no GPU here")
         self.pair = load_pair(draft_model, target_model, self.config, wanted, tp_plan, kernels, cuda_graph)
