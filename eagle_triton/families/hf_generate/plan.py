@@ -158,7 +158,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
         host_reasons.append("a minimal length of other tokens than stopping_criteria look at")
 
     if sampling.forbids_all(vocabulary, held_ids if held_back else ()):  # each way of decoding has its own end for it
-        for_host.append("no token that is allowed")
+        host_reasons.append("no token that is allowed")
 
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
     if wanted and config.output_scores and not all(type(rule) in BLIND for rule in rules):
