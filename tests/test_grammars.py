@@ -357,8 +357,8 @@ def test_an_output_that_cannot_go_on_ends_with_the_reason(model):
 
 @pytest.mark.parametrize(("most", "stops"), [(1, [END]), (3, [END, 0])], ids=["length", "stop"])
 def test_a_last_token_that_a_grammar_forbids_is_an_error(model, most, stops):
-    """Biases forbid all tokens, so the first is token 0, and no step comes after it."""
-    forbidden = dict.fromkeys(range(VOCABULARY), float("-inf"))
+    """Biases forbid all tokens that the grammar allows, so the first is token 0, and no step comes after it."""
+    forbidden = dict.fromkeys(range(1, VOCABULARY), float("-inf"))
     given = {"grammar": Grammar.regex("[b-z]{3}"), "logit_bias": forbidden, "stop_token_ids": stops}
     with pytest.raises(RuntimeError, match="grammar: it does not allow the token 0"):
         inference(model).generate([[1]], most, **given)
