@@ -397,12 +397,12 @@ def test_positions_are_those_of_the_shapes_and_the_demo():
     assert set(SHAPES) == set(shapes.SHAPES) and tuple(step.DECODINGS) == DECODINGS
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
     published = {"llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.60}
-    published |= {"qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70}
+    published |= {"qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70}
     published |= {"gpt-oss-20b": 20.91, "gemma3-12b": 11.77, "phi4-mini": 3.84}
     for shape, billions in published.items():
         base = shapes.random_model(shape, device="meta").base_model
         # as published: these keep one matrix for both
-        tied = shape in ("llama-3.2-3b", "qwen3-0.6b", "gemma3-12b", "phi4-mini")
+        tied = shape in ("llama-3.2-3b", "qwen3-0.6b", "qwen3-4b", "gemma3-12b", "phi4-mini")
         count = sum(weight.numel() for weight in base.parameters()) - tied * base.lm_head.weight.numel()
         assert round(count / 1e9, 2) == billions
     assert stored_positions("demo") == EaModel.from_pretrained("demo").config.max_position_embeddings == 2048

@@ -36,13 +36,21 @@ SHAPES = {  # hidden, intermediate, heads, and the head's size
     "llama-3.2-3b": ("llama", 3072, 8192, 24, 128),
     "llama-3.1-8b": ("llama", 4096, 14336, 32, 128),
     "phi-4-mini": ("phi3", 3072, 8192, 24, 128),
+    "qwen3-4b": ("qwen3", 2560, 9728, 32, 128),
+    "qwen2.5-3b": ("qwen2", 2048, 11008, 16, 128),
+    "ministral-8b": ("mistral", 4096, 12288, 32, 128),
+    "yi-6b": ("llama", 4096, 11008, 32, 128),
+    "tinyllama": ("llama", 2048, 5632, 32, 64),
     "qwen3-30b-a3b": ("qwen3_moe", 2048, 768, 32, 128),
 }
 OF_KINDS = {
     "phi3": dict(rope_parameters={"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.75}),
+    "qwen2": dict(num_key_value_heads=2),
+    "mistral": dict(sliding_window=200),
     "qwen3_moe": dict(num_key_value_heads=4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
     | dict(norm_topk_prob=True),
 }
+FEW_KEY_HEADS = {"yi-6b": dict(num_key_value_heads=4), "tinyllama": dict(num_key_value_heads=4)}
 VOCAB = 512
 MIXTURE = dict(shape="qwen3-30b-a3b", num_experts=4, num_experts_per_tok=2)
 
@@ -51,7 +59,7 @@ def model(shape="qwen3-0.6b", layers=2, device=DEVICE, dtype=torch.bfloat16, **c
     kind, hidden, inner, heads, width = SHAPES[shape]
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, head_dim=width)
     sizes |= dict(num_key_value_heads=8, num_hidden_layers=layers, vocab_size=VOCAB, rope_theta=1e5)
-    sizes |= OF_KINDS.get(kind, {}) | changes
+    sizes |= OF_KINDS.get(kind, {}) | FEW_KEY_HEADS.get(shape, {}) | changes
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     torch.manual_seed(0)
     with torch.device(device):
@@ -135,9 +143,12 @@ def reason(read):
     [
         ({"dtype": torch.float32}, "in float32"),
         ({"hidden_size": 512}, "hidden size is 512"),
-        ({"intermediate_size": 1536}, "intermediate size of 1536"),
-        ({"num_key_value_heads": 4}, "heads (16, 4, 128)"),
-        ({"attention_bias": True}, "a bias"),
+        ({"hidden_size": 1600}, "hidden size is 1600"),
+        ({"intermediate_size": 1600}, "intermediate size of 1600"),
+        ({"intermediate_size": 17408}, "intermediate size of 17408"),
+        ({"num_key_value_heads": 16}, "heads (16, 16, 128)"),
+        ({"num_attention_heads": 8}, "heads (8, 8, 128)"),
+        ({"attention_bias": True}, "a bias of a product other than q, k and v"),
         (MIXTURE, "a mixture of sizes (2048, (32, 4, 128), 768, 4, 2)"),
         (MIXTURE | {"norm_topk_prob": False}, "a router other than"),
     ],
@@ -190,6 +201,25 @@ def test_weights_at_addresses_that_its_loads_cannot_begin_with_are_refused(name,
     weight = odd.model.layers[0].get_submodule(name).weight
     weight.data = aligned(weight.data, shift)
     assert expected in reason(odd)
+
+
+def test_its_table_has_biases_and_windows():
+    read = model("qwen2.5-3b", device="cpu", layers=1)
+    made, attention = launch_of(read_causal_lm(read)), read.model.layers[0].self_attn
+    biases = [projection.bias.data_ptr() for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert made._model.addresses.tolist()[0][5:] == biases
+    assert made._sizes.BIASED and not made._sizes.WINDOWED and made._model.rows.tolist()[0][7] == 2**31 - 1
+    made = launch_of(read_causal_lm(model("ministral-8b", device="cpu", layers=1)))
+    assert made._sizes.WINDOWED and not made._sizes.BIASED and made._model.rows.tolist()[0][7] == 200
+
+
+def test_some_biases_of_q_k_and_v_alone_are_refused():
+    view = read_causal_lm(model("qwen2.5-3b", device="cpu", layers=1))
+    (layer,) = view.layers
+    for change, expected in ((None, "some of q, k and v"), (torch.zeros(256), "not in bfloat16")):
+        mixer = replace(layer.mixer, k=replace(layer.mixer.k, bias=change))
+        other = replace(view, layers=(replace(layer, mixer=mixer),))
+        assert expected in one_launch.unsupported_model(other)
 
 
 def test_products_that_ranks_share_are_refused():

@@ -28,6 +28,7 @@ from eagle_triton.inference.session import Session
 
 CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
+REST = {"cuda": 0.2, "cpu": 0.0}  # seconds before a call, in which a device that was at its limit of power recovers
 STEPS = {"cuda": 40, "cpu": 4}  # of a running batch, before and after a prompt enters it
 SHORT = {"cuda": (256, 64), "cpu": (6, 2)}  # short requests, and the slots that they share
 MIXED = {"cuda": (256, 64, 8192, 32), "cpu": (6, 2, 200, 4)}  # requests, slots, tokens of the longest, new ones
@@ -35,8 +36,9 @@ CACHE_BYTES = 60e9  # for these
 SHORT_PROMPT, SHORT_NEW = 8, 3  # tokens
 LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
 COLUMNS = (
-    "=variant, batch, context, first token ms=ms, p20=ms_p20, p80=ms_p80, step ms=step_ms, gap p50=gap_p50_ms, "
-    "p99=gap_p99_ms, longest=longest_gap_ms, requests/s=requests_per_second, again=again_ms, found=found_tokens"
+    "=variant, batch, context, first token ms=ms, p20=ms_p20, p80=ms_p80, rested=rested_ms, step ms=step_ms, "
+    "gap p50=gap_p50_ms, p99=gap_p99_ms, longest=longest_gap_ms, requests/s=requests_per_second, again=again_ms, "
+    "found=found_tokens"
 )
 
 
@@ -73,18 +75,21 @@ def _row(variant: str, batch: int, context: int, times: Sequence[float] = (), **
 
 
 def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """The time until the host has the first token of each prompt; and the same when these prompts come again and their
-    pages are found.
+    """The time until the host has the first token of each prompt: right after the last run, and after a rest of REST.
+    Then the same when these prompts come again and their pages are found.
 
     Each run has new prompts. Tokens of the first run are compared with the target's own; ValueError if they differ.
     """
     chosen: list[float] = []
+    rested: list[float] = []
     again: list[float] = []
-    for run in range(runs + WARM_UPS):
+    for run in range(WARM_UPS + 2 * runs):
+        rests = run >= WARM_UPS + runs
         prompts = models.random_tokens(model.vocab_size, batch, context, run)
         with Batch(engine, batch, spec, context + (1 + CHECKED) * (spec.depth + 1)) as running:
-            for times in (chosen, again):
+            for times in (rested, again) if rests else (chosen,):
                 synchronise(engine.device)
+                time.sleep(REST[engine.device.type] if times is rested else 0.0)
                 start = time.perf_counter()
                 running.enter_all(Request(prompt, CHECKED) for prompt in prompts)
                 running.step()
@@ -96,16 +101,16 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
                     check_parity(model.base_model, running.tokens(0), context, SamplingParams())
                 for slot in running.running:
                     running.release(slot)
-    more = {"again_ms": statistics.median(again[WARM_UPS:]), "found_tokens": found}
+    more = {"rested_ms": statistics.median(rested), "again_ms": statistics.median(again), "found_tokens": found}
     return _row("first token", batch, context, chosen[WARM_UPS:], **more)
 
 
 def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str, Any]:
-    """The same through `generate` of the target, an optimised Hugging Face model: a call for one token."""
+    """The first two times through `generate` of the target, an optimised Hugging Face model: a call for one token."""
     target: Any = model.base_model
     prompts = [
         torch.stack(models.random_tokens(model.vocab_size, batch, context, run)).to(target.device)
-        for run in range(runs + WARM_UPS)
+        for run in range(WARM_UPS + 2 * runs)
     ]
     options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
 
@@ -114,7 +119,9 @@ def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str
 
     with optimize_with_triton(target, prefixes=False):
         times, _ = call_times(call, target.device, runs, WARM_UPS)
-    return _row("generate", batch, context, times)
+        rest = REST[target.device.type]
+        rested, _ = call_times(lambda run: call(WARM_UPS + runs + run), target.device, runs, 0, rest)
+    return _row("generate", batch, context, times, rested_ms=statistics.median(rested))
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:

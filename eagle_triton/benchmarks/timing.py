@@ -53,13 +53,14 @@ def synchronise(device: torch.device) -> None:
 
 
 def call_times(
-    call: Callable[[int], Result], device: torch.device, runs: int, warm_ups: int = 1
+    call: Callable[[int], Result], device: torch.device, runs: int, warm_ups: int = 1, rest: float = 0.0
 ) -> tuple[list[float], Result]:
     """Milliseconds of each of `runs` calls after some for warm-up, and the result of the last one. call: takes the
-    number of the run, warm-ups counted."""
+    number of the run, warm-ups counted. rest: seconds for which the device is idle before each call."""
     times = []
     for run in range(warm_ups + runs):
         synchronise(device)
+        time.sleep(rest)
         start = time.perf_counter()
         result = call(run)
         synchronise(device)

@@ -38,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _sizes(4096, 14336, 32, 32, 8, vocab_size=128256, draft_vocab_size=32000),
     "llama-3.3-70b": _sizes(8192, 28672, 80, 64, 8, vocab_size=128256, draft_vocab_size=32000),
     "qwen3-0.6b": _sizes(1024, 3072, 28, 16, 8, model_type="qwen3", **_OF_QWEN3),
+    "qwen3-4b": _sizes(2560, 9728, 36, 32, 8, model_type="qwen3", **_OF_QWEN3),
     "qwen3-8b": _sizes(4096, 12288, 36, 32, 8, model_type="qwen3", **_OF_QWEN3),
     "qwen3-32b": _sizes(5120, 25600, 64, 64, 8, model_type="qwen3", **_OF_QWEN3),
     "qwen3-30b-a3b": _sizes(

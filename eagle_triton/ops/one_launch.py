@@ -87,8 +87,9 @@ cos_sin = gluon.jit(rotary.cos_sin.fn)
 
 class Sizes(NamedTuple):
     """Sizes of a model: hidden size, query heads of each of eight groups, a head's size, its columns that rotate,
-    intermediate size, layers; whether query and key heads have norms; key heads. Of a mixture: whether layers have one,
-    and whether its weights are rounded to bf16. There I is an expert's size."""
+    intermediate size, layers; whether query and key heads have norms; key heads; whether q, k and v have biases, and
+    whether layers have a sliding window. Of a mixture: whether layers have one, and whether its weights are rounded to
+    bf16. There I is an expert's size."""
 
     H: int
     Q: int
@@ -98,6 +99,8 @@ class Sizes(NamedTuple):
     L: int
     QK_NORM: bool
     KV: int = 8
+    BIASED: bool = False
+    WINDOWED: bool = False
     MIXTURE: bool = False
     ROUNDED: bool = True
 
@@ -106,6 +109,22 @@ class Sizes(NamedTuple):
 def _filled(size):
     """The next power of two."""
     return 1 << (size - 1).bit_length()
+
+
+@gluon.constexpr_function
+def _parts_of(width):
+    """Parts of 1024 columns in a row of a weight."""
+    return -(-width // 1024)
+
+
+@gluon.jit
+def _blocks_of(pid, ROWS: gl.constexpr):
+    """How many blocks of a product with ROWS rows a program makes. Blocks pid, pid + PROGRAMS and so on are its own."""
+    if ROWS % (8 * PROGRAMS) == 0:
+        count = ROWS // (8 * PROGRAMS)
+    else:
+        count = (ROWS // 8 + PROGRAMS - 1 - pid) // PROGRAMS
+    return count
 
 
 @gluon.constexpr_function
@@ -143,9 +162,10 @@ def keys_descriptor(cache: Tensor, rows: int) -> TensorDescriptor:
 
 class Model(NamedTuple):
     """Tensors that are read by address: embeddings [V, H] and the last norm [H] in bf16; the first rows of q, k, v, o,
-    gate, up and down in the matrix over all weights, int32 [L, 8], in a mixture the rows of its first expert; addresses
-    of the norms of inputs, of SwiGLU's, of queries and keys, and of a mixture's router, int64 [L, 8]; rotary's
-    frequencies [R / 2] in fp32, and the factor of sine and cosine."""
+    gate, up and down in the matrix over all weights, in a mixture the rows of its first expert, then the layer's
+    window, int32 [L, 8]; addresses of the norms of inputs, of SwiGLU's, of queries and keys, of a mixture's router, and
+    of the biases of q, k and v, int64 [L, 8]; rotary's frequencies [R / 2] in fp32, and the factor of sine and cosine.
+    """
 
     embedding: Tensor
     norm: Tensor
@@ -290,35 +310,53 @@ def _four(a, b, c, d):
 @gluon.jit
 def _receive_hidden(box, parity, H: gl.constexpr, layout: gl.constexpr):
     """[H] in registers, padded with zeros to a power of two."""
+    PARTS: gl.constexpr = _parts_of(H)
     lane = gl.arange(0, 256, parity.type.layout)
-    found = receive(_receiving(((0, H // 1024, 4096, 4),)), [box + lane * 4], parity)
-    values = _four(found[0], found[1], found[2], found[3])
-    if H > 1024:
-        second = _four(found[4], found[5], found[6], found[7])
-        if H == 2048:
+    if H % PART == 0:
+        found = receive(_receiving(((0, PARTS, 4096, 4),)), [box + lane * 4], parity)
+    else:  # the last part has fewer columns
+        last = box + H // PART * PART + gl.minimum(lane, H % PART // 4 - 1) * 4
+        found = receive(_receiving(((0, PARTS - 1, 4096, 4), (1, 1, 0, 4))), [box + lane * 4, last], parity)
+    values = _part_of_hidden(found, lane, 0, H)
+    if PARTS > 1:
+        second = _part_of_hidden(found, lane, 1, H)
+        if PARTS == 2:
             values = gl.join(values, second).permute((3, 0, 1, 2))
         else:
-            third = _four(found[8], found[9], found[10], found[11])
+            third = _part_of_hidden(found, lane, 2, H)
             fourth = gl.zeros_like(third)
-            if H == 4096:
-                fourth = _four(found[12], found[13], found[14], found[15])
+            if PARTS == 4:
+                fourth = _part_of_hidden(found, lane, 3, H)
             values = _four(values, second, third, fourth).permute((3, 4, 0, 1, 2))
     return gl.convert_layout(_received(values).reshape((_filled(H),)), layout)
 
 
 @gluon.jit
-def _receive_columns(box, work, parity, COUNT: gl.constexpr):
-    """Receive [COUNT * 1024] as x."""
-    for first in gl.static_range(0, COUNT, 8):
-        _receive_parts(box, work, parity, first, min(8, COUNT - first), PART)
+def _part_of_hidden(found, lane, i: gl.constexpr, H: gl.constexpr):
+    """Part i of 1024 columns, with zeros for columns from H on, as [256, 2, 2]."""
+    a, b, c, d = found[4 * i], found[4 * i + 1], found[4 * i + 2], found[4 * i + 3]
+    if (i + 1) * PART > H:
+        exists = lane < H % PART // 4
+        a, b, c, d = gl.where(exists, a, 0), gl.where(exists, b, 0), gl.where(exists, c, 0), gl.where(exists, d, 0)
+    return _four(a, b, c, d)
+
+
+@gluon.jit
+def _receive_columns(box, work, parity, WIDTH: gl.constexpr):
+    """Receive [WIDTH] as x, with zeros in the rest of its last part."""
+    WHOLE: gl.constexpr = WIDTH // PART
+    for first in gl.static_range(0, WHOLE, 8):
+        _receive_parts(box + first * PART, work, parity, first, min(8, WHOLE - first), PART)
+    if WIDTH % PART > 0:
+        _receive_parts(box + WHOLE * PART, work, parity, WHOLE, 1, WIDTH % PART)
 
 
 @gluon.jit
 def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr):
-    """Receive COUNT parts of x from part FIRST on, with COLUMNS columns and then zeros in each."""
+    """Receive COUNT parts of x from part FIRST on, with COLUMNS columns and then zeros in each. box: of the first."""
     lane = gl.arange(0, 256, parity.type.layout)
     sent = gl.minimum(lane, COLUMNS // 4 - 1)
-    found = receive(_receiving(((0, COUNT, 4 * COLUMNS, 4),)), [box + FIRST * COLUMNS + sent * 4], parity)
+    found = receive(_receiving(((0, COUNT, 4 * COLUMNS, 4),)), [box + sent * 4], parity)
     for i in gl.static_range(COUNT):
         first, second = _packed(found[4 * i], found[4 * i + 1]), _packed(found[4 * i + 2], found[4 * i + 3])
         if COLUMNS < PART:
@@ -418,27 +456,32 @@ def _put(ring, n, weights, first, units, LOADS: gl.constexpr):
 
 
 @gluon.jit
-def _put_narrow(ring, n, narrow, first, UNITS: gl.constexpr, LOADS: gl.constexpr):
-    """Load eight neighbouring rows of UNITS units, and zeros for the other columns of 1024."""
+def _put_narrow(ring, n, narrow, first, unit, UNITS: gl.constexpr, LOADS: gl.constexpr):
+    """Load 1024 columns from unit `unit` on of eight neighbouring rows of UNITS units, and zeros beyond these."""
     SLOTS: gl.constexpr = ring.full.shape[0]
     _room(ring, n, 16384, LOADS)
     slot = n % SLOTS
     rows = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 8, 1, PART // UNIT, UNIT], _NARROW)
     for i in gl.static_range(8):
-        async_load(narrow, [first + i * UNITS, 0, 0], ring.full.index(slot), rows.index(slot * 8 + i))
+        async_load(narrow, [first + i * UNITS, unit, 0], ring.full.index(slot), rows.index(slot * 8 + i))
     return n + 1
 
 
 @gluon.jit
-def _put_block(ring, n, weights, first, block, parts, turn, LOADS: gl.constexpr):
-    """Load block `block` of a weight that begins at `first`: eight rows of `parts` parts, beginning with part
-    `turn`."""
-    units = parts * (PART // UNIT)
-    first += block * 8 * units
-    for i in range(parts):
+def _put_block(ring, n, weights, narrow, first, block, turn, WIDTH: gl.constexpr, LOADS: gl.constexpr):
+    """Load block `block` of a weight that begins at `first`: eight rows of WIDTH columns in parts of 1024, beginning
+    with part `turn`. narrow: the descriptor of such rows, if they are no whole parts."""
+    UNITS: gl.constexpr = WIDTH // UNIT
+    PARTS: gl.constexpr = _parts_of(WIDTH)
+    first += block * 8 * UNITS
+    for i in range(PARTS):
         part = i + turn
-        part = gl.where(part < parts, part, part - parts)
-        n = _put(ring, n, weights, first + part * (PART // UNIT), units, LOADS)
+        part = gl.where(part < PARTS, part, part - PARTS)
+        unit = part * (PART // UNIT)
+        if WIDTH % PART == 0:
+            n = _put(ring, n, weights, first + unit, UNITS, LOADS)
+        else:
+            n = _put_narrow(ring, n, narrow, first, unit, UNITS, LOADS)
     return n
 
 
@@ -471,21 +514,37 @@ def _put_keys(work, n, layer, tile, keys, KV: gl.constexpr, LOADS: gl.constexpr)
 
 
 @gluon.jit
+def _window(work, layer):
+    return gl.load(work.model.rows + layer * 8 + 7)
+
+
+@gluon.jit
+def _first_tile(work, layer, last, KEYS: gl.constexpr, S: gl.constexpr):
+    """The first of the program's tiles of keys that row `last` attends."""
+    tile = gl.program_id(0) % _MEMBERS
+    if S.WINDOWED:
+        first = gl.maximum(last - _window(work, layer) + 1, 0) // KEYS
+        tile = first + ((tile - first) & (_MEMBERS - 1))
+    return tile
+
+
+@gluon.jit
 def _layers(row, S: gl.constexpr):
     """How many layers to run: all or none."""
     return gl.where(gl.load(row.counter) >= row.least, S.L, 0)
 
 
 @gluon.jit
-def _load(work, weights, narrow, keys, S: gl.constexpr, LOADS: gl.constexpr):
-    """Load all operands of the program, in the order in which it multiplies them."""
+def _load(work, weights, of_hidden, of_inner, keys, S: gl.constexpr, LOADS: gl.constexpr):
+    """Load all operands of the program, in the order in which it multiplies them. For the descriptors see
+    one_launch_kernel."""
     ring, row = work.ring, work.row
     pid = gl.program_id(0)
     group, member = pid // _MEMBERS, pid % _MEMBERS
     KEYS: gl.constexpr = keys.block_type.shape[0]
     Q_BLOCKS: gl.constexpr = S.Q * S.D // 128
-    O_PARTS: gl.constexpr = 8 * S.Q * S.D // PART
-    tiles = (gl.load(row.lengths) + row.skip) // KEYS + 1
+    HEADS: gl.constexpr = 8 * S.Q * S.D
+    last = gl.load(row.lengths) + row.skip
     n = 0
     for layer in range(_layers(row, S)):
         rows = work.model.rows + layer * 8
@@ -496,39 +555,42 @@ def _load(work, weights, narrow, keys, S: gl.constexpr, LOADS: gl.constexpr):
             kv = gl.where(of_kv < S.D // 8, k, v)
             first = gl.where(block < Q_BLOCKS, q, kv)
             place = gl.where(block < Q_BLOCKS, (group * Q_BLOCKS + block) * _MEMBERS + member, kv_block)
-            n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS)
-        for tile in range(member, tiles, _MEMBERS):
+            n = _put_block(ring, n, weights, of_hidden, first, place, 0, S.H, LOADS)
+        for tile in range(_first_tile(work, layer, last, KEYS, S), last // KEYS + 1, _MEMBERS):
             n = _put_keys(work, n, layer, tile, keys, S.KV, LOADS)
         o, gate, up, down = gl.load(rows + 3), gl.load(rows + 4), gl.load(rows + 5), gl.load(rows + 6)
-        for block in range(S.H // 1024):
-            n = _put_block(ring, n, weights, o, block * PROGRAMS + pid, O_PARTS, pid % O_PARTS, LOADS)
+        for block in range(_blocks_of(pid, S.H)):
+            turn = pid % (HEADS // PART)
+            n = _put_block(ring, n, weights, weights, o, block * PROGRAMS + pid, turn, HEADS, LOADS)
         if S.MIXTURE:
-            n = _load_experts(work, n, layer, weights, narrow, gate, up, down, S, LOADS + 2)
+            n = _load_experts(work, n, layer, weights, of_inner, gate, up, down, S, LOADS + 2)
         else:
-            for block in range(2 * (S.I // 1024)):
-                first = gl.where(block < S.I // 1024, gate, up)
-                place = (block % (S.I // 1024)) * PROGRAMS + pid
-                n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS)
-            for block in range(S.H // 1024):
-                turn = pid % (S.I // PART)
-                n = _put_block(ring, n, weights, down, block * PROGRAMS + pid, S.I // PART, turn, LOADS)
+            of_gate = _blocks_of(pid, S.I)
+            for block in range(2 * of_gate):
+                first = gl.where(block < of_gate, gate, up)
+                place = gl.where(block < of_gate, block, block - of_gate) * PROGRAMS + pid
+                n = _put_block(ring, n, weights, of_hidden, first, place, 0, S.H, LOADS)
+            for block in range(_blocks_of(pid, S.H)):
+                turn = pid % _parts_of(S.I)
+                n = _put_block(ring, n, weights, of_inner, down, block * PROGRAMS + pid, turn, S.I, LOADS)
 
 
 @gluon.jit
-def _load_experts(work, n, layer, weights, narrow, gate, up, down, S: gl.constexpr, LOADS: gl.constexpr):
+def _load_experts(work, n, layer, weights, of_inner, gate, up, down, S: gl.constexpr, LOADS: gl.constexpr):
     """Load the program's share of the chosen experts: of one expert's gate and up, and of the down of all."""
     ring, pid = work.ring, gl.program_id(0)
     OF_GATE: gl.constexpr = S.I // 8 // _MEMBERS  # blocks
-    UNITS: gl.constexpr = S.I // UNIT
     parity = (gl.load(work.boxes.step) * S.L + layer + 1) & 1
     keys = _choose(work.boxes.logits, gl.zeros((32,), gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + parity)
     both = _expert_of(keys, pid // _MEMBERS) * (2 * S.I * (S.H // UNIT))
     for block in range(2 * OF_GATE):
         first = gl.where(block < OF_GATE, gate, up) + both
-        n = _put_block(ring, n, weights, first, pid % _MEMBERS * OF_GATE + block % OF_GATE, S.H // PART, 0, LOADS)
+        place = pid % _MEMBERS * OF_GATE + block % OF_GATE
+        n = _put_block(ring, n, weights, weights, first, place, 0, S.H, LOADS)
     for block in range(CHOSEN * (S.H // 1024)):
-        row = (block % (S.H // 1024) * PROGRAMS + pid) * 8 + _expert_of(keys, block // (S.H // 1024)) * S.H
-        n = _put_narrow(ring, n, narrow, down + row * UNITS, UNITS, LOADS)
+        first = down + _expert_of(keys, block // (S.H // 1024)) * (S.H * (S.I // UNIT))
+        place = block % (S.H // 1024) * PROGRAMS + pid
+        n = _put_block(ring, n, weights, of_inner, first, place, 0, S.I, LOADS)
     return n
 
 
@@ -641,8 +703,25 @@ def _wanted(sums):
 
 @gluon.jit
 def _complete(sums):
-    """Rounded products, from the sums of threads."""
-    return rounded(gl.sum(sums.load(_SUMS), axis=1), _BF16)
+    """Products, from the sums of threads."""
+    return gl.sum(sums.load(_SUMS), axis=1)
+
+
+@gluon.jit
+def _load_bias(model, layer, place, wanted, S: gl.constexpr):
+    """The biases of q, k and v for a program's rows; zeros if they are not wanted."""
+    group, member = gl.program_id(0) // _MEMBERS, gl.program_id(0) % _MEMBERS
+    Q_BLOCKS: gl.constexpr = S.Q * S.D // 128
+    HEAD: gl.constexpr = S.D // 8  # blocks of a head
+    addresses = model.addresses + layer * 8
+    block = place // 8
+    of_kv = (block - Q_BLOCKS) * _MEMBERS + member
+    of_q, of_k = block < Q_BLOCKS, of_kv < HEAD
+    of_kv += gl.where(of_k, 0, -HEAD) + group * S.KV // 8 * HEAD
+    block = gl.where(of_q, (group * Q_BLOCKS + block) * _MEMBERS + member, of_kv)
+    begin = gl.where(of_q, gl.load(addresses + 5), gl.where(of_k, gl.load(addresses + 6), gl.load(addresses + 7)))
+    bias = begin.to(gl.pointer_type(gl.bfloat16)) + (block * 8 + place % 8)
+    return gl.load(bias, mask=wanted & (place < 8 * (Q_BLOCKS + S.D // 64)), other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -707,13 +786,16 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
     total = gl.zeros((HIGH,), gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, mix)))
     mixed = gl.zeros((HIGH, D), gl.float32, own)
     first = n
-    for tile in range(member, last // KEYS + 1, _MEMBERS):
+    for tile in range(_first_tile(work, layer, last, KEYS, S), last // KEYS + 1, _MEMBERS):
         new = last - tile * KEYS  # the new row, in this tile or after it
         await_full(ring.full, n)
         keys = tiles.index(n % SLOTS * 2).load(gl.SliceLayout(0, score)).to(gl.float32)
         keys = gl.where(of_key == new, key, keys)
         scores = gl.sum(keys[None, :, :] * queries[:, None, :], axis=2) * scale
-        work.scores.index(n % 2).store(gl.where(of_score <= new, scores, _LOWEST))
+        seen = of_score <= new
+        if S.WINDOWED:
+            seen &= of_score > new - _window(work, layer)
+        work.scores.index(n % 2).store(gl.where(seen, scores, _LOWEST))
         debug_barrier()
         values = tiles.index(n % SLOTS * 2 + 1).load(gl.SliceLayout(0, mix)).to(gl.float32)
         values = gl.where(of_value < new, values, gl.where(of_value == new, value, 0.0))
@@ -753,7 +835,7 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
     merged = gl.sum(_received(mixed) * share, axis=0) / gl.sum(_received(total) * share, axis=0)
     box = boxes.heads + group * QD + column
     gl.store(box, _sent(rounded(merged, _BF16), parity), eviction_policy="evict_last")
-    _receive_columns(boxes.heads, work, gl.zeros((256,), gl.int32, line) + parity, 8 * QD // 1024)
+    _receive_columns(boxes.heads, work, gl.zeros((256,), gl.int32, line) + parity, 8 * QD)
     return n - first
 
 
@@ -813,8 +895,9 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
     hidden: gl.constexpr = gl.BlockedLayout([4], [32], [_WARPS], [0])
     words = gl.arange(0, _filled(H) // 2, gl.BlockedLayout([2], [32], [_WARPS], [0]))
     zero, zero_lanes = gl.zeros((256,), gl.int32, line), gl.zeros((32,), gl.int32, line)
-    OF_GATE: gl.constexpr = S.I // 128 if S.MIXTURE else S.I // 1024  # blocks of a program
-    ACT_PARTS: gl.constexpr = 1 if S.MIXTURE else S.I // 1024
+    of_gate = S.I // 128 if S.MIXTURE else _blocks_of(pid, S.I)  # blocks of the program
+    of_hidden = _blocks_of(pid, H)
+    ACT_PARTS: gl.constexpr = 1 if S.MIXTURE else _parts_of(S.I)
     place = gl.arange(0, work.sums.shape[1], gl.SliceLayout(1, _SUMS))
     own_rows = (place // 8 * PROGRAMS + pid) * 8 + place % 8
     of_q = place < 8 * Q_BLOCKS
@@ -851,21 +934,26 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
             _put_weights(work, _choose(boxes.logits, zero_lanes + parity), S.ROUNDED)
             _receive_parts(boxes.act, work, zero + parity, 0, CHOSEN, S.I)
         else:
-            _receive_columns(boxes.act, work, zero + parity, S.I // 1024)
+            _receive_columns(boxes.act, work, zero + parity, S.I)
         debug_barrier()
-        parts = gl.where(kind % 2 == 0, H // 1024, gl.where(kind == 1, 8 * QD // 1024, ACT_PARTS))
+        parts = gl.where(kind % 2 == 0, _parts_of(H), gl.where(kind == 1, 8 * QD // 1024, ACT_PARTS))
         of_qkv: gl.constexpr = Q_BLOCKS + S.D // 64
-        blocks = gl.where(kind == 0, of_qkv, gl.where(kind == 2, 2 * OF_GATE, H // 1024))
-        half = gl.where(kind == 2, OF_GATE, work.sums.shape[1] // 8)
+        blocks = gl.where(kind == 0, of_qkv, gl.where(kind == 2, 2 * of_gate, of_hidden))
+        half = gl.where(kind == 2, of_gate, work.sums.shape[1] // 8)
         if S.MIXTURE:
             blocks = gl.where(kind == 3, CHOSEN * (H // 1024), blocks)
+        if S.BIASED:
+            bias = _load_bias(model, layer, place, kind == 0, S)
         n = _products(work, n, blocks, half, parts, gl.where(kind % 2 == 0, 0, pid % parts), kind == 3, S)
         total = _complete(work.sums.index(0))
+        if S.BIASED:
+            total += bias
+        total = rounded(total, _BF16)
         box, where, used = gl.where(kind == 1, boxes.o, boxes.down), own_rows, 8 * blocks
         if kind == 0:
             box, where = boxes.qkv, qkv_rows
         elif kind == 2:
-            up = _complete(work.sums.index(1))
+            up = rounded(_complete(work.sums.index(1)), _BF16)
             total = rounded(rounded(total / (1.0 + gl.exp(-total)), _BF16) * up, _BF16)
             box, used = boxes.act, 8 * half
             if S.MIXTURE:
@@ -887,7 +975,8 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
 @gluon.jit
 def one_launch_kernel(
     weights,
-    narrow,
+    of_hidden,
+    of_inner,
     keys,
     model: Model,
     row: Row,
@@ -901,9 +990,9 @@ def one_launch_kernel(
 ):
     """Grid (PROGRAMS,), one on each multiprocessor.
 
-    weights: a descriptor of the matrix over all weights, [rows, UNIT] in tiles of a row's part. narrow: one for rows of
-    an expert's down, for a mixture. keys: the cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS:
-    of the ring, 16 KiB each. LOADS: the most in flight.
+    weights: a descriptor of the matrix over all weights, [rows, UNIT] in tiles of a row's part. of_hidden, of_inner:
+    narrow ones for rows of H and of I columns, where these are no multiples of 1024. keys: the cache's, in tiles
+    [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: the most in flight.
     """
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):
@@ -916,5 +1005,7 @@ def one_launch_kernel(
     scores = gl.allocate_shared_memory(gl.float32, [2, _filled(S.Q), _keys_of(S.D)], _PLAIN)
     work = Work(ring, x, sums, heads, scores, model, row, cache, boxes)
     gl.warp_specialize(
-        [(_compute, (work, epsilon, scale, S)), (_load, (work, weights, narrow, keys, S, LOADS))], [1], [40]
+        [(_compute, (work, epsilon, scale, S)), (_load, (work, weights, of_hidden, of_inner, keys, S, LOADS))],
+        [1],
+        [40],
     )

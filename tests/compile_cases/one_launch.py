@@ -11,8 +11,15 @@ SIZES = {
     "phi-4-mini": Sizes(3072, 3, 128, 96, 8192, 32, False),
     "norms-of-64": Sizes(3072, 4, 64, 64, 1024, 3, True),
     "13-parts": Sizes(1024, 4, 128, 128, 13312, 2, True),
+    "qwen3-4b": Sizes(2560, 4, 128, 128, 9728, 36, True),
+    "qwen2.5-3b": Sizes(2048, 2, 128, 128, 11008, 36, False, KV=2, BIASED=True),
+    "windows": Sizes(1152, 4, 64, 64, 5632, 2, False, KV=4, BIASED=True, WINDOWED=True),
     "qwen3-30b-a3b": Sizes(2048, 4, 128, 128, 768, 48, True, KV=4, MIXTURE=True),
 }
+
+
+def rows_of(width: int) -> str:
+    return f"tensordesc<bf16[1, 16, 64],{_NARROW.value!r}>" if width % 1024 else tiles(16, 64)
 
 
 def tiles(height: int, width: int) -> str:
@@ -25,7 +32,8 @@ CASES = [
         one_launch_kernel,
         dict(
             weights=tiles(16, 64),
-            narrow=f"tensordesc<bf16[1, 16, 64],{_NARROW.value!r}>" if sizes.MIXTURE else tiles(16, 64),
+            of_hidden=rows_of(sizes.H),
+            of_inner=rows_of(sizes.I),
             keys=tiles(4096 // sizes.D, sizes.D),
             model=Model("*bf16", "*bf16", "*i32", "*i64", "*fp32", "fp32"),
             row=Row("*i64", "*i32", "i32", "*i32", "*bf16", "*bf16", "*i32", "i32"),

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
     from eagle_triton.engine.model.model_view import Layer, ModelView
 
-FASTER = {"NVIDIA H200": ("MLPs", "mixtures"), "NVIDIA H100 80GB HBM3": ("MLPs",)}
+_UNEVEN = "sizes that are no multiples of 1024"
+FASTER = {"NVIDIA H200": ("MLPs", "mixtures", _UNEVEN), "NVIDIA H100 80GB HBM3": ("MLPs",)}
 """Devices, and layers with which one launch was measured to be faster than separate kernels: docs/megakernel.md."""
 
 MAX_ROWS = 16384
@@ -30,8 +31,10 @@ tokens it was faster at all shapes. By the cost of each further token it breaks 
 27,000 for the smallest model."""
 
 _KERNEL = "eagle_triton.ops.one_launch"
-_HIDDEN = (1024, 2048, 3072, 4096)
-_HEADS = ((16, 8, 128), (32, 8, 64), (24, 8, 128), (32, 8, 128))  # query heads, key heads, and their size
+_PART = 1024  # columns of a weight that are loaded at a time
+_STEP, _LARGEST_HIDDEN, _LARGEST_INNER = 128, 4096, 16384  # sizes are multiples of _STEP, from _PART on
+_HEADS = ((16, 128), (32, 64), (24, 128), (32, 128))  # query heads, and their size
+_KEY_HEADS = (2, 4, 8)
 _MIXTURE = (2048, (32, 4, 128), 768, 128, 8)  # hidden size, heads, an expert's size, experts, experts per row
 _ADDRESSES = 128  # bytes: weights must begin at multiples of this, the rows of the kernel's matrix
 
@@ -43,8 +46,9 @@ def _kernel() -> Any:
 
 def reason_against(model: ModelView | CausalLMDraft) -> str | None:
     """Why the layers of a model do not run over one row in one launch; None if they do."""
-    blocks = "mixtures" if any(layer.mixtures for layer in model.layers) else "MLPs"
-    return _unsupported_device(model.embedding.device, blocks) or unsupported_model(model)
+    if (reason := _unsupported_device(model.embedding.device)) or (reason := unsupported_model(model)):
+        return reason
+    return _unmeasured(model.embedding.device, model.layers[0])
 
 
 def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
@@ -56,8 +60,8 @@ def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
         return "the embedding is shared by ranks or not contiguous"
     if embedding.dtype != torch.bfloat16:
         return f"the model is in {str(embedding.dtype).removeprefix('torch.')}, not in bfloat16"
-    if embedding.shape[1] not in _HIDDEN:
-        return f"the hidden size is {embedding.shape[1]}, not one of {_HIDDEN}"
+    if _unsupported_size(embedding.shape[1], _LARGEST_HIDDEN):
+        return f"the hidden size is {embedding.shape[1]}, not a multiple of {_STEP} from {_PART} to {_LARGEST_HIDDEN}"
     if norm is None or not layers:
         return "the model has no layers or no last norm"
     for index, layer in enumerate(layers):
@@ -79,6 +83,10 @@ def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
     return None
 
 
+def _unsupported_size(size: int, largest: int) -> bool:
+    return size % _STEP != 0 or not _PART <= size <= largest
+
+
 def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
     if not layer.is_llamas or layer.input_norm is None:
@@ -91,13 +99,15 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     elif not isinstance(mlp, MLP) or mlp.activation != "silu":
         return "is not attention and SwiGLU"
     for product in _projections(layer):
-        if product is None or not isinstance(product.weight, Tensor) or product.bias is not None:
-            return "has a product with a bias, or without a plain weight"
+        if product is None or not isinstance(product.weight, Tensor):
+            return "has a product without a plain weight"
         if product.summed_over is not None or product.joined_over is not None:
             return "has products shared by ranks"
     for weight in _matrices(layer):
         if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
             return "has a weight that is not in bfloat16, or not contiguous"
+    if (reason := _unsupported_bias(layer)) is not None:
+        return reason
     shape, inner = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim), _inner(layer)
     if isinstance(mlp, Experts):
         found = (_hidden(layer), shape, inner, mlp.count, mlp.chosen)
@@ -105,17 +115,17 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
             return (
                 f"has a mixture of sizes {found} (hidden, heads, an expert's, experts, experts per row), not {_MIXTURE}"
             )
-    elif shape not in _HEADS:
-        return f"has heads {shape} (query heads, key heads, their size), not one of {_HEADS}"
-    elif inner % 1024 or inner > 16384:
-        return f"has an intermediate size of {inner}, not a multiple of 1024 up to 16384"
+    elif (mixer.num_heads, mixer.head_dim) not in _HEADS or mixer.num_kv_heads not in _KEY_HEADS:
+        return f"has heads {shape} (query heads, key heads, their size), not {_HEADS} with {_KEY_HEADS} of keys"
+    elif _unsupported_size(inner, _LARGEST_INNER):
+        return f"has an intermediate size of {inner}, not a multiple of {_STEP} from {_PART} to {_LARGEST_INNER}"
     rotary = mixer.rotary
     if len(rotary.inv_freq) % 4 or not len(rotary.inv_freq):
         return f"rotates {2 * len(rotary.inv_freq)} columns of a head, not a multiple of 8"
     if rotary.pairs or not rotary.round_tables or rotary.temperature:
         return "rotates in pairs, by unrounded tables or with a temperature"
-    if mixer.gated or mixer.sinks is not None or mixer.softcap is not None or mixer.sliding_window is not None:
-        return "has gates, sinks, capped scores or a sliding window"
+    if mixer.gated or mixer.sinks is not None or mixer.softcap is not None:
+        return "has gates, sinks or capped scores"
     if mixer.reads_layer is not None or mixer.v_norm is not None or mixer.norms_rows:
         return "reads another layer's keys, or norms values or whole rows"
     model = first.mixer
@@ -127,6 +137,22 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     ):
         return "rotates differently from the first"
     return None
+
+
+def _unsupported_bias(layer: Layer) -> str | None:
+    biases = _biases(layer)
+    if any(product is not None and product.bias is not None for product in _projections(layer)[3:]):
+        return "has a bias of a product other than q, k and v"
+    if len(biases) not in (0, 3):
+        return "has a bias of some of q, k and v only"
+    if any(bias.dtype != torch.bfloat16 or not bias.is_contiguous() for bias in biases):
+        return "has a bias that is not in bfloat16, or not contiguous"
+    return None
+
+
+def _biases(layer: Layer) -> list[Tensor]:
+    """Those that q, k and v have."""
+    return [product.bias for product in _projections(layer)[:3] if product is not None and product.bias is not None]
 
 
 def _head_norms(layer: Layer) -> Iterator[Norm]:
@@ -175,21 +201,24 @@ def _unsupported_mixture(mixture: Experts) -> str | None:
 
 
 def _first_rows(layer: Layer, lowest: Tensor) -> list[int]:
-    """The first rows of q, k, v, o, gate, up and down in the matrix that begins at the lowest weight; then 0."""
+    """The first rows of q, k, v, o, gate, up and down in the matrix that begins at the lowest weight; then the layer's
+    window, which is larger than any sequence if it has none."""
     rows = [(weight.data_ptr() - lowest.data_ptr()) // _ADDRESSES for weight in _matrices(layer)]
     if isinstance(layer.mlp, Experts):
         *attention, gate, down, _ = rows
         rows = [*attention, gate, gate + _inner(layer) * _hidden(layer) * 2 // _ADDRESSES, down]
-    return [*rows, 0]
+    assert isinstance(layer.mixer, Attention)
+    return [*rows, layer.mixer.sliding_window or 2**31 - 1]
 
 
 def _addresses(layer: Layer) -> list[int]:
-    """The addresses of the norms of its inputs, of SwiGLU's, of queries and keys, and of its router; 8 numbers, where 0
-    stands for what it does not have."""
+    """The addresses of the norms of its inputs, of SwiGLU's, of queries and keys, of its router, and of the biases of
+    q, k and v; 8 numbers, where 0 stands for what it does not have."""
     norms = [layer.input_norm, layer.post_norm, *_head_norms(layer)]
     found = [norm.weight.data_ptr() for norm in norms if norm is not None]
     router = _matrices(layer)[-1].data_ptr() if isinstance(layer.mlp, Experts) else 0
-    return [*[*found, 0, 0][:4], router, 0, 0, 0]
+    biases = [bias.data_ptr() for bias in _biases(layer)]
+    return [*[*found, 0, 0][:4], router, *(biases or (0, 0, 0))]
 
 
 def _described(layer: Layer) -> tuple[object, ...]:
@@ -197,7 +226,8 @@ def _described(layer: Layer) -> tuple[object, ...]:
     mixer, mlp = layer.mixer, layer.mlp
     assert isinstance(mixer, Attention)
     routing = mlp.weights.routing if isinstance(mlp, Experts) and mlp.weights is not None else None
-    return mixer.num_heads, mixer.head_dim, mixer.scale, mixer.q_norm is None, _inner(layer), routing
+    of_heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale, mixer.q_norm is None
+    return *of_heads, len(_biases(layer)), _inner(layer), routing
 
 
 def _span(weights: Sequence[Tensor]) -> int:
@@ -206,12 +236,22 @@ def _span(weights: Sequence[Tensor]) -> int:
     return (max(ends) - min(weight.data_ptr() for weight in weights)) // _ADDRESSES
 
 
-def _unsupported_device(device: torch.device, blocks: str) -> str | None:
-    """Why the launch is not used on a device for layers with these blocks; None if it is."""
+def _unsupported_device(device: torch.device) -> str | None:
+    """Why the launch does not run on a device; None if it does."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU"
     if _kernel() is None:
         return "Triton has no Gluon that can compile it"
+    return None
+
+
+def _unmeasured(device: torch.device, layer: Layer) -> str | None:
+    """Why the launch is not used on a device for such layers; None if it was measured to be faster."""
+    blocks = "MLPs"
+    if isinstance(layer.mlp, Experts):
+        blocks = "mixtures"
+    elif _hidden(layer) % _PART or _inner(layer) % _PART:
+        blocks = _UNEVEN
     found = torch.cuda.get_device_properties(device)
     if blocks not in FASTER.get(found.name, ()) or found.multi_processor_count < _kernel().PROGRAMS.value:
         return f"it was not measured on {found.name} with {blocks}"
@@ -239,15 +279,18 @@ class OneLaunch:
             *(_inner(layers[0]), len(layers)),
             QK_NORM=mixer.q_norm is not None,
             KV=mixer.num_kv_heads,
+            BIASED=bool(_biases(layers[0])),
+            WINDOWED=any(isinstance(layer.mixer, Attention) and layer.mixer.sliding_window for layer in layers),
             MIXTURE=isinstance(mlp, Experts),
             ROUNDED=not (isinstance(mlp, Experts) and mlp.weights and mlp.weights.routing.weights_in_fp32),
         )
         weights = [weight for layer in layers for weight in _matrices(layer)]
         lowest = min(weights, key=Tensor.data_ptr)
         self._weights = kernel.weights_descriptor(lowest, _span(weights))
-        self._narrow = self._weights
-        if self._sizes.MIXTURE:
-            self._narrow = kernel.narrow_descriptor(lowest, _span(weights), self._sizes.I)
+        self._of_hidden, self._of_inner = (
+            kernel.narrow_descriptor(lowest, _span(weights), width) if width % _PART else self._weights
+            for width in (self._sizes.H, self._sizes.I)
+        )
         self._model = kernel.Model(
             embedding,
             norm.weight,
@@ -313,7 +356,8 @@ class OneLaunch:
         hidden, normed = (self._model.embedding.new_empty(1, 1, self._sizes.H) for _ in range(2))
         launch(kernel.one_launch_kernel, (self.programs,))(
             self._weights,
-            self._narrow,
+            self._of_hidden,
+            self._of_inner,
             keys,
             self._model,
             kernel.Row(tokens, lengths, skip, table, hidden, normed, *at_least),
