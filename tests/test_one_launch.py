@@ -151,6 +151,7 @@ def reason(read):
         ({"attention_bias": True}, "a bias of a product other than q, k and v"),
         (MIXTURE, "a mixture of sizes (2048, (32, 4, 128), 768, 4, 2)"),
         (MIXTURE | {"norm_topk_prob": False}, "a router other than"),
+        (MIXTURE | {"use_sliding_window": True, "max_window_layers": 0}, "a mixture beside biases or a sliding window"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -110,6 +110,8 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
         return reason
     shape, inner = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim), _inner(layer)
     if isinstance(mlp, Experts):
+        if _biases(layer) or mixer.sliding_window is not None:
+            return "has a mixture beside biases or a sliding window"
         found = (_hidden(layer), shape, inner, mlp.count, mlp.chosen)
         if found != _MIXTURE:
             return (
