@@ -17,7 +17,7 @@ down for all eight, and their weighted sum.
 
 A program makes whole rows of a product, eight at a time (a block), so no sum crosses programs. It attends every 16th
 tile of keys for one of eight groups of heads, and merges 1/16 of that group's columns. QD is the width of a group's
-queries.
+queries. If there are fewer than eight key heads, groups that share one make its new key and value each for itself.
 
 Between phases, programs send values to each other through mailboxes in global memory, without barriers. A value is an
 fp32 number with the layer's parity as its last bit. A reader loads until the last bits of all its values are right.
