@@ -3,7 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -204,6 +204,29 @@ def test_weights_at_addresses_that_its_loads_cannot_begin_with_are_refused(name,
     assert expected in reason(odd)
 
 
+@pytest.mark.parametrize(
+    ("queries", "width", "key_heads"), [(2, 128, 2), (4, 64, 4), (3, 128, 8)], ids=lambda value: str(value)
+)
+def test_programs_make_all_rows_of_q_k_and_v(queries, width, key_heads):
+    """Each block of q once, and each of k and v by all groups that share its head, in the order of their mailbox."""
+    kernel = pytest.importorskip("eagle_triton.ops.one_launch")
+    sizes = kernel.Sizes(2048, queries, width, width, 2048, 1, False, KV=key_heads)
+    q_blocks, heads = queries * width // 128, width // 8
+    for pid in range(128):
+        group, member = divmod(pid, 16)
+        gl = SimpleNamespace(program_id=lambda axis, pid=pid: pid, where=lambda which, a, b: a if which else b)
+        gl.constexpr = kernel.gl.constexpr
+        block_of = FunctionType(kernel._block_of_qkv.fn.__code__, {"gl": gl, "_MEMBERS": 16})
+        for block in range(q_blocks + width // 64):
+            of_q, of_k, place = block_of(block, sizes)
+            in_group = block * 16 + member  # of the group's q, then its k and its v
+            expected = (True, False, group * q_blocks * 16 + in_group)
+            if in_group >= q_blocks * 16:
+                of_key, place_in_head = divmod(in_group - q_blocks * 16, heads)
+                expected = (False, of_key == 0, group * key_heads // 8 * heads + place_in_head)
+            assert (of_q, of_k and not of_q, place) == expected
+
+
 def test_its_table_has_biases_and_windows():
     read = model("qwen2.5-3b", device="cpu", layers=1)
     made, attention = launch_of(read_causal_lm(read)), read.model.layers[0].self_attn
@@ -212,6 +235,9 @@ def test_its_table_has_biases_and_windows():
     assert made._sizes.BIASED and not made._sizes.WINDOWED and made._model.rows.tolist()[0][7] == 2**31 - 1
     made = launch_of(read_causal_lm(model("ministral-8b", device="cpu", layers=1)))
     assert made._sizes.WINDOWED and not made._sizes.BIASED and made._model.rows.tolist()[0][7] == 200
+    some = dict(use_sliding_window=True, sliding_window=200, max_window_layers=1)
+    made = launch_of(read_causal_lm(model("qwen2.5-3b", device="cpu", **some)))
+    assert made._sizes.WINDOWED and made._model.rows[:, 7].tolist() == [2**31 - 1, 200]
 
 
 def test_some_biases_of_q_k_and_v_alone_are_refused():

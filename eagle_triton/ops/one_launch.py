@@ -535,12 +535,24 @@ def _layers(row, S: gl.constexpr):
 
 
 @gluon.jit
+def _block_of_qkv(block, S: gl.constexpr):
+    """Whether block `block` of the program's rows of q, k and v is q's, and if not, whether it is k's; and its number
+    in that weight."""
+    group, member = gl.program_id(0) // _MEMBERS, gl.program_id(0) % _MEMBERS
+    Q_BLOCKS: gl.constexpr = S.Q * S.D // 128
+    HEAD: gl.constexpr = S.D // 8  # blocks of a head
+    of_kv = (block - Q_BLOCKS) * _MEMBERS + member
+    of_q, of_k = block < Q_BLOCKS, of_kv < HEAD
+    place = gl.where(of_q, (group * Q_BLOCKS + block) * _MEMBERS + member, group * S.KV // 8 * HEAD + of_kv % HEAD)
+    return of_q, of_k, place
+
+
+@gluon.jit
 def _load(work, weights, of_hidden, of_inner, keys, S: gl.constexpr, LOADS: gl.constexpr):
     """Load all operands of the program, in the order in which it multiplies them. For the descriptors see
     one_launch_kernel."""
     ring, row = work.ring, work.row
     pid = gl.program_id(0)
-    group, member = pid // _MEMBERS, pid % _MEMBERS
     KEYS: gl.constexpr = keys.block_type.shape[0]
     Q_BLOCKS: gl.constexpr = S.Q * S.D // 128
     HEADS: gl.constexpr = 8 * S.Q * S.D
@@ -550,11 +562,8 @@ def _load(work, weights, of_hidden, of_inner, keys, S: gl.constexpr, LOADS: gl.c
         rows = work.model.rows + layer * 8
         q, k, v = gl.load(rows), gl.load(rows + 1), gl.load(rows + 2)
         for block in range(Q_BLOCKS + S.D // 64):
-            of_kv = (block - Q_BLOCKS) * _MEMBERS + member
-            kv_block = group * S.KV // 8 * (S.D // 8) + of_kv % (S.D // 8)
-            kv = gl.where(of_kv < S.D // 8, k, v)
-            first = gl.where(block < Q_BLOCKS, q, kv)
-            place = gl.where(block < Q_BLOCKS, (group * Q_BLOCKS + block) * _MEMBERS + member, kv_block)
+            of_q, of_k, place = _block_of_qkv(block, S)
+            first = gl.where(of_q, q, gl.where(of_k, k, v))
             n = _put_block(ring, n, weights, of_hidden, first, place, 0, S.H, LOADS)
         for tile in range(_first_tile(work, layer, last, KEYS, S), last // KEYS + 1, _MEMBERS):
             n = _put_keys(work, n, layer, tile, keys, S.KV, LOADS)
@@ -710,18 +719,12 @@ def _complete(sums):
 @gluon.jit
 def _load_bias(model, layer, place, wanted, S: gl.constexpr):
     """The biases of q, k and v for a program's rows; zeros if they are not wanted."""
-    group, member = gl.program_id(0) // _MEMBERS, gl.program_id(0) % _MEMBERS
-    Q_BLOCKS: gl.constexpr = S.Q * S.D // 128
-    HEAD: gl.constexpr = S.D // 8  # blocks of a head
+    ROWS: gl.constexpr = S.Q * S.D // 16 + S.D // 8
     addresses = model.addresses + layer * 8
-    block = place // 8
-    of_kv = (block - Q_BLOCKS) * _MEMBERS + member
-    of_q, of_k = block < Q_BLOCKS, of_kv < HEAD
-    of_kv += gl.where(of_k, 0, -HEAD) + group * S.KV // 8 * HEAD
-    block = gl.where(of_q, (group * Q_BLOCKS + block) * _MEMBERS + member, of_kv)
+    of_q, of_k, block = _block_of_qkv(place // 8, S)
     begin = gl.where(of_q, gl.load(addresses + 5), gl.where(of_k, gl.load(addresses + 6), gl.load(addresses + 7)))
     bias = begin.to(gl.pointer_type(gl.bfloat16)) + (block * 8 + place % 8)
-    return gl.load(bias, mask=wanted & (place < 8 * (Q_BLOCKS + S.D // 64)), other=0.0).to(gl.float32)
+    return gl.load(bias, mask=wanted & (place < ROWS), other=0.0).to(gl.float32)
 
 
 @gluon.jit
