@@ -238,7 +238,6 @@ def build_tree(
         CANDIDATES=triton.next_power_of_2(max(candidates.shape[1], 1)),
         NODES=width,
         PAIRS=min(width, 64),
-        DOUBLINGS=(nodes - 1).bit_length(),
         num_warps=_BUILD_WARPS if candidates.shape[1] <= 4096 else 4,  # more do not fit in two warps' registers
     )
     return out
@@ -288,7 +287,6 @@ def best_first_tree(
         K=k,
         PLACES=places,
         NODES=node_block,
-        DOUBLINGS=levels.bit_length(),
         num_warps=1,
     )
     return *out, scores

@@ -475,7 +475,6 @@ class MegakernelStep:
             "WORDS": self.plan.chain.shape[-1],
             "TREE_WORDS": state.tree.ancestors.shape[-1],
             "NODES": max(2, triton.next_power_of_2(spec.nodes)),
-            "DOUBLINGS": (spec.nodes - 1).bit_length(),
             "CHUNKS": chunks,
             "PROGRAMS": self.programs,
             "UNIFORM": spec.selected is None,

@@ -76,7 +76,7 @@ class _HeadKeys(NamedTuple):
 
 _share_out = gluon.jit(kernels._share_out.fn)
 _visible_rows = gluon.jit(kernels._visible_rows.fn)
-_popcount = gluon.jit(kernels._popcount.fn)
+_popcount = gluon.jit(kernels.popcount.fn)
 _in_word_order = gluon.jit(in_word_order.fn)
 _first_tile = gluon.jit(kernels._first_tile.fn)
 _either = gluon.jit(kernels._either.fn)

@@ -157,7 +157,7 @@ def _either(a, b):
 
 
 @triton.jit
-def _popcount(x):
+def popcount(x):
     """Set bits of each int64."""
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
@@ -195,7 +195,7 @@ def _positions_before(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
     count = tl.zeros(row_ok.shape, tl.int32)
     for index in tl.static_range(WORDS):
         word = _word(bits_ptr, index, row_ok, WORDS)
-        count += _popcount(word & _low_bits(tl.zeros(row_ok.shape, tl.int32) + offset - 64 * index))
+        count += popcount(word & _low_bits(tl.zeros(row_ok.shape, tl.int32) + offset - 64 * index))
     return count
 
 
@@ -398,7 +398,7 @@ def _attend(
             if WINDOW:
                 before = tl.minimum(start, length) + _positions_before(bits_ptr, start - length, row_ok, WORDS)
                 lower = word[:, None] & _low_bits(tl.zeros((BLOCK_M, BLOCK_T), tl.int32) + row[None, :])
-                visible = visible & (before[:, None] + _popcount(lower) > (position - window)[:, None])
+                visible = visible & (before[:, None] + popcount(lower) > (position - window)[:, None])
         else:
             visible = (rows[None, :] <= (length + node)[:, None]) & row_ok[:, None]
             seen = rows <= length + tl.max(tl.where(row_ok, node, -1), 0)

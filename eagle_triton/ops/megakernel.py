@@ -287,7 +287,6 @@ def draft_verify_update_kernel(
     WORDS: tl.constexpr,
     TREE_WORDS: tl.constexpr,
     NODES: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
     CHUNKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TMA: tl.constexpr,
@@ -810,7 +809,6 @@ def draft_verify_update_kernel(
             triton.next_power_of_2(CANDIDATES),
             NODES,
             64 if NODES > 64 else NODES,
-            DOUBLINGS,
         )
     if ok == 0:
         for batch in range(B):

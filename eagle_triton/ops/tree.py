@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.ops.attention_tiles import popcount
 from eagle_triton.ops.sampling.filter_thresholds import key_of, value_of
 from eagle_triton.ops.views import Cube, Matrix, Rows, Vector
 from eagle_triton.runtime.overlap import await_inputs
@@ -277,11 +278,11 @@ def _best_candidates(key, least, drafts):
     index."""
     low = least.to(tl.int64) - 1
     high = tl.max(key, 0).to(tl.int64)
-    while high - low > 1:  # count(key > low) >= drafts > count(key > high)
+    while high - low > 1:  # count(key > low) >= drafts >= count(key > high)
         middle = (low + high) >> 1
-        enough = tl.sum((key > middle).to(tl.int32), 0) >= drafts
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+        count = tl.sum((key > middle).to(tl.int32), 0)
+        low = tl.where(count >= drafts, middle, low)
+        high = tl.where(count <= drafts, middle, high)
     last = high.to(tl.int32)
     above = key > last
     equal = (key == last).to(tl.int32)
@@ -305,7 +306,6 @@ def write_tree(
     CANDIDATES: tl.constexpr,
     NODES: tl.constexpr,
     PAIRS: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
 ):
     """Choose the drafts of sequence `batch` (int64) and write its tree. root: Rows, each beginning with a root's
     token."""
@@ -343,32 +343,31 @@ def write_tree(
         other_flat = tl.load(chosen_ptr + other, mask=other < nodes - 1, other=_NOWHERE)
         parent += tl.sum((other_flat.to(tl.int32)[None, :] < above[:, None]).to(tl.int32), 1)
     parent = tl.where(expanded, tl.minimum(parent + 1, nodes - 1), 0)
-    store_tree(batch, token, parent, tree, NODES, DOUBLINGS)
+    store_tree(batch, token, parent, tree, NODES)
 
 
 @triton.jit
-def store_tree(batch, token, parent, tree, NODES: tl.constexpr, DOUBLINGS: tl.constexpr):
-    """Write the tree of token [NODES] and parent [NODES], 0 for the root. Its depth is less than 2 ** DOUBLINGS."""
+def store_tree(batch, token, parent, tree, NODES: tl.constexpr):
+    """Write the tree of token [NODES] and parent [NODES], 0 for the root."""
     node = tl.arange(0, NODES)
     real = node < tree.nodes
-    jump, depth = parent, (real & (node > 0)).to(tl.int32)
-    for _ in range(DOUBLINGS):
-        depth += tl.gather(depth, jump, 0)
-        jump = tl.gather(jump, jump, 0)
     tokens, parents, depths, ancestors = tree.tokens, tree.parents, tree.depths, tree.ancestors
     tl.store(tokens.ptr + batch * tokens.row + node * tokens.item, token, mask=real)
     tl.store(parents.ptr + batch * parents.row + node * parents.item, tl.where(node == 0, -1, parent), mask=real)
-    tl.store(depths.ptr + batch * depths.row + node * depths.item, depth, mask=real)
     bit = tl.full((NODES,), 1, tl.int64) << (node % WORD)
+    depth = tl.full((NODES,), -1, tl.int32)
     for word in range(tree.words):
-        mask, jump = tl.where(node // WORD == word, bit, 0), parent
-        for _ in range(DOUBLINGS):
-            mask |= tl.gather(mask, jump, 0)
-            jump = tl.gather(jump, jump, 0)
+        mask, above, levels = tl.where(node // WORD == word, bit, 0), parent, 1
+        while (tl.max(above, 0) > 0) & (levels < tree.nodes):  # `above`: the ancestor so many levels up, or the root
+            mask |= tl.gather(mask, above, 0)
+            above = tl.gather(above, above, 0)
+            levels *= 2
         if word == 0:
-            mask |= 1  # the root; the doubling reaches it too
+            mask |= 1  # the root
+        depth += popcount(mask)
         place_ptr = ancestors.ptr + batch * ancestors.batch + node * ancestors.row + word * ancestors.item
         tl.store(place_ptr, mask, mask=real)
+    tl.store(depths.ptr + batch * depths.row + node * depths.item, depth, mask=real)
 
 
 _MOVING = ["root_ptr", "lengths_ptr", "tokens_ptr", "parents_ptr", "depths_ptr", "ancestors_ptr", "nodes"]
@@ -397,7 +396,6 @@ def _build_tree_kernel(
     CANDIDATES: tl.constexpr,
     NODES: tl.constexpr,
     PAIRS: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (B,): a program writes one tree. A root is in column 0 of its row, or with lengths in column lengths[b].
@@ -422,7 +420,6 @@ def _build_tree_kernel(
         CANDIDATES,
         NODES,
         PAIRS,
-        DOUBLINGS,
     )
 
 
@@ -448,7 +445,6 @@ def _best_first_tree_kernel(
     K: tl.constexpr,
     PLACES: tl.constexpr,
     NODES: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (B,): the best paths of one lattice [levels, ROWS, K], one after the other.
@@ -495,4 +491,4 @@ def _best_first_tree_kernel(
     tokens, parents = Matrix(tokens_ptr, *tree_strides[0]), Matrix(parents_ptr, *tree_strides[1])
     depths, ancestors = Matrix(depths_ptr, *tree_strides[2]), Cube(ancestors_ptr, *tree_strides[3])
     tree = Tree(tokens, parents, depths, ancestors, nodes, words)
-    store_tree(batch, token, taken // PLACES % NODES, tree, NODES, DOUBLINGS)
+    store_tree(batch, token, taken // PLACES % NODES, tree, NODES)
