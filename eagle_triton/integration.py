@@ -235,7 +235,7 @@ def optimize_with_triton(
         engine.clear()
         assistants.clear()
 
-    patch_points = hf_generate.patch_points(model, Drafting(engine, read_tree), assistants, config.strict)
+    patch_points = hf_generate.patch_points(model, Drafting(engine, read_tree), assistants)
     return _patched(model, patch_points, clear, assembled)
 
 
@@ -432,6 +432,7 @@ def _patched(
             engine.draft.forget()
 
     calls = engine.ops.calls
-    originals = patching.apply(patch_points, model, change, _Notes(engine), calls, lambda: _tau(calls))
+    notes, summary = _Notes(engine), lambda: _tau(calls)
+    originals = patching.apply(patch_points, model, change, notes, calls, summary, engine.strict)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)

@@ -256,10 +256,11 @@ def apply(
     skipped: Mapping[str, str],
     counters: Mapping[str, int],
     summary: Callable[[], str] = lambda: "",
+    strict: bool = False,
 ) -> Originals:
     """Set every patch point. `marked` is the object that counts as patched. `on_change` runs after applying and
     restoring. Each report shows the current `skipped` (path to reason) and `counters` (name to count), and `summary` in
-    its title.
+    its title. strict: a call that would run an original raises ValueError.
 
     Raises PatchError before anything is set if `marked` is patched already, a patch point does not exist, or two are
     the same. If setting one fails, those set before are restored and the error is raised.
@@ -286,7 +287,7 @@ def apply(
             )
             entry.installed = patch_point.replacement
             if callable(patch_point.replacement):
-                entry.installed = _Installed(entry, originals._warned)
+                entry.installed = _Installed(entry, originals._warned, strict)
             setattr(patch_point.owner, patch_point.attribute, entry.installed)
             vars(patch_point.owner)[STATE] = functools.partial(_refuse_copy, patch_point.path)
             originals._applied.append(entry)
@@ -304,15 +305,15 @@ class _Installed:
     """The attribute in the place of an original. It calls the replacement and counts the calls.
 
     The original runs on `Fallback`, for an argument that only the original takes, and after it is restored. The report
-    has the reasons; each is logged once.
+    has the reasons; each is logged once. strict: raise instead of running the original for a reason.
     """
 
-    def __init__(self, entry: _Applied, warned: set[tuple[str, str]]):
+    def __init__(self, entry: _Applied, warned: set[tuple[str, str]], strict: bool):
         replacement: Any = entry.patch_point.replacement
         if "<locals>" in getattr(replacement, "__qualname__", ""):
             replacement.__qualname__ = entry.patch_point.path  # the name in Python's errors of wrong arguments
         functools.update_wrapper(self, replacement)
-        self._entry, self._warned = entry, warned
+        self._entry, self._warned, self._strict = entry, warned, strict
         self._names, self._positions = _parameters(entry.patch_point.replacement)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -336,6 +337,11 @@ class _Installed:
                 result = entry.patch_point.replacement(*args, **taken)
             except Fallback as fallback:
                 reasons = fallback.reasons or ("no reason given",)
+        if reasons and self._strict:
+            raise ValueError(
+                f"{entry.patch_point.path}: {'; '.join(reasons)} needs the original, which strict=True forbids "
+                f"({entry.patch_point.remedy})"
+            )
         if reasons:
             self._count(reasons)
             return entry.original(*args, **kwargs)

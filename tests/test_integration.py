@@ -175,6 +175,8 @@ def test_masks_that_are_no_tree_run_the_original_and_are_counted():
         with optimize_eagle_with_triton(model)[1] as originals:
             got = model.base_model(ids, attention_mask=padding).logits
             rows = [row for row in originals.report() if row.path.endswith("self_attn.forward")]
+        with optimize_eagle_with_triton(model, strict=True)[1], pytest.raises(ValueError, match="strict=True forbids"):
+            model.base_model(ids, attention_mask=padding)
     assert torch.equal(got, want)
     assert all(row.fallbacks == 1 and row.calls == 0 and row.reason for row in rows)
 

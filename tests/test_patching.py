@@ -18,9 +18,9 @@ class Thing:
         return "other"
 
 
-def patch(thing, *patch_points, on_change=lambda: None):
+def patch(thing, *patch_points, on_change=lambda: None, strict=False):
     notes, counters = {"left.alone": "why not"}, {"operation": 3}
-    return patching.apply(patch_points, thing, on_change, notes, counters, lambda: "all is well")
+    return patching.apply(patch_points, thing, on_change, notes, counters, lambda: "all is well", strict)
 
 
 def patch_point(thing, attribute, replacement, adds=False):
@@ -242,6 +242,25 @@ def test_what_a_replacement_does_not_know_never_reaches_it():
             method(surprise=1)
         with pytest.raises(TypeError, match=f"{name}: 2 positional arguments where 1 is known"):
             method(1, 2)
+
+
+def test_where_it_is_strict_an_original_never_runs():
+    def replacement(x=1):
+        raise Fallback("negative", "odd") if x < 0 else NotImplementedError
+
+    newer = Newer()
+    originals = patch(newer, patch_point(newer, "method", replacement), strict=True)
+    for call, reasons in (
+        (lambda: newer.method(-1), "negative; odd"),
+        (lambda: newer.method(y=4), "unknown argument y"),
+    ):
+        with pytest.raises(ValueError, match=f"method: {reasons} needs the original, which strict=True forbids"):
+            call()
+    with pytest.raises(NotImplementedError):
+        newer.method()
+    assert (originals.report()[0].calls, originals.report()[0].fallbacks) == (0, 0)
+    originals.restore()
+    assert newer.method(-1) == (-1, None, {})
 
 
 def test_one_attribute_is_not_replaced_twice():

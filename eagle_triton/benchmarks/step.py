@@ -166,9 +166,9 @@ def optimised_step(
     slots: int | None = None,
     compiler: GrammarCompiler | None = None,
 ) -> dict[str, Any]:
-    """Figures of one shape: `repeats` generations of a few steps each, after one that compiles and captures.
+    """Figures of one shape: `repeats` generations of a few steps each, after those that compile and capture.
 
-    target: the tokens of that first one are compared with its own; ValueError if they differ. clocks: samples the
+    target: the tokens of the first one are compared with its own; ValueError if they differ. clocks: samples the
     replayed steps and adds its figures. slots: of the batch; None: one per prompt.
     compiler: outputs are RECORDS, by its tokenizer.
 
@@ -182,7 +182,8 @@ def optimised_step(
     walls, early, slowest, replays, prefills, emitted = [], [], [], [], [], 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for repeat in range(repeats + 1):
+    captured = 1 if device.type == "cuda" else 0  # reading the prompts, when they are read once more
+    for repeat in range(-1 - captured, repeats):
         synchronise(device)
         start = time.perf_counter()
         requests = list[RunningRequest]()
@@ -194,13 +195,14 @@ def optimised_step(
             batch.admit_all(requests)
             batch.step()
             first = time.perf_counter() - start
-            if not repeat:
+            if repeat == -1 - captured:
                 first_call = first
                 for _ in range(CHECKED):
                     batch.step()
                 for slot, prompt in enumerate(prompts):
                     if target is not None:
                         check_parity(target, batch.tokens(slot), len(prompt), sampling)
+            if repeat < 0:
                 continue
             prefills.append(first * 1e3)
             for _ in range(WARM_UPS):

@@ -1,9 +1,9 @@
 """The pages of PAGE_ROWS rows that hold the keys and values of all sequences of an engine.
 
 A page holds PAGE_ROWS consecutive rows of a sequence, in every layer of target and draft. A sequence holds the pages
-in its table. Page 0 belongs to no sequence: writes past a sequence's pages go there. Full pages of prompts have a key,
-by which later requests with the same beginning share them. Such a page is kept after its sequences have left, until
-its memory is needed.
+in its table. Page 0 belongs to no sequence: writes past a sequence's pages go there. Full pages of prompts and outputs
+have a key, by which later requests with the same beginning share them. Such a page is kept after its sequences have
+left, until its memory is needed.
 """
 
 from __future__ import annotations

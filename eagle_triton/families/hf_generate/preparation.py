@@ -60,12 +60,9 @@ class Drafting(NamedTuple):
     read_tree: Callable[[], TreeSpec]
 
 
-def patch_points(
-    model: Any, drafting: Drafting, assisted: Callable[[Assistance], Drafting], strict: bool
-) -> tuple[PatchPoint, ...]:
+def patch_points(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Drafting]) -> tuple[PatchPoint, ...]:
     """`model.generate`. assisted: gives the engine for another draft; it raises UnsupportedModelError for an unknown
-    assistant. strict: raise where the original would run.
-    Raises UnsupportedModelError for a model that overrides methods of transformers' generation.
+    assistant. Raises UnsupportedModelError for a model that overrides methods of transformers' generation.
     """
     for name in OWN_METHODS:
         original = getattr(GenerationMixin, name, None)
@@ -106,21 +103,13 @@ def patch_points(
 
     @functools.wraps(model.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
+        if getattr(thread, "decodes", False):
+            raise Fallback("a call by a processor, criterion or streamer of another call")
+        thread.decodes = True
         try:
-            if getattr(thread, "decodes", False):
-                raise Fallback("a call by a processor, criterion or streamer of another call")
-            thread.decodes = True
-            try:
-                return decoded(*args, **kwargs)
-            finally:
-                thread.decodes = False
-        except Fallback as fallback:
-            if strict:
-                raise ValueError(
-                    f"generate: {'; '.join(fallback.args)} needs the original, which strict=True forbids "
-                    "(docs/limits.md#generate-of-a-plain-model)"
-                ) from None
-            raise
+            return decoded(*args, **kwargs)
+        finally:
+            thread.decodes = False
 
     remedy = "docs/limits.md#generate-of-a-plain-model"
     return (PatchPoint(model, "generate", generate, "generate", "engine, batched, exact stops", remedy=remedy),)
