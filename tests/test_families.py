@@ -81,9 +81,11 @@ def generated(model, **options):
 @pytest.mark.versions
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_originals(models, case):
-    """In a padded batch, plain, and by trees of the model itself."""
+    """In a padded batch, plain, and by trees of the model itself. Greedy tokens do not show how logits are scaled."""
     model = models(case)
-    want = generated(model)
+    original = generated(model, return_dict_in_generate=True, output_logits=True)
+    want = original.sequences
+    torch.testing.assert_close(first_logits(model), original.logits[0], atol=1e-4, rtol=1e-4)
     for draft, config in ((None, TritonConfig()), (model, TritonConfig(topk=2, num_steps=2))):
         with optimize_with_triton(model, draft, config)[1] as originals:
             assert torch.equal(generated(model), want)
@@ -329,6 +331,60 @@ def test_a_field_that_no_forward_declares_changes_nothing(models, case, field, v
         read_causal_lm(model)
     finally:
         delattr(model.config, field)
+
+
+@pytest.mark.parametrize("case", ["llama yarn", "granite", "qwen3_moe"])
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("is_causal", False, "is_causal must be True: False lets tokens see later ones"),
+    ("attention_chunk_size", 4, "attention_chunk_size must be None: 4 drops keys"),
+    ("layer_types", ["chunked_attention"] * 4, r"layer_types\[0\] must be one of .*, got 'chunked_attention'"),
+])  # fmt: skip
+def test_a_field_that_transformers_reads_of_every_family_is_refused(case, field, value, message):
+    with skipped_if_unknown():
+        model = tiny_family(case)
+    with optimize_with_triton(model)[1]:
+        generated(model)
+        setattr(model.config, field, value)
+        with pytest.raises(RuntimeError, match=f"{field} was changed"):
+            generated(model)
+    with pytest.raises(UnsupportedModelError, match=rf"model\.model\.config\.{message}"):
+        optimize_with_triton(model)
+
+
+@pytest.mark.parametrize("case", ["smollm3", "granite", "hyperclovax", "granitemoe"])
+def test_what_a_forward_reads_of_its_modules_is_read_there(case):
+    """Not in the configuration, which may say something else after layers were removed."""
+    with skipped_if_unknown():
+        model = tiny_family(case).to(DEVICE)
+    body, before = model.model, generated(model)
+    body.layers = body.layers[1:]
+    model.config.num_hidden_layers = len(body.layers)
+    for index, layer in enumerate(body.layers):
+        layer.self_attn.layer_idx = index
+        if case != "smollm3":
+            layer.residual_multiplier = 1
+    if case != "smollm3":
+        body.embedding_multiplier = 3
+    want = generated(model)
+    assert not torch.equal(want, before)
+    with optimize_with_triton(model)[1]:
+        assert torch.equal(generated(model), want)
+        place, name = (body.layers[0].self_attn, "use_rope") if case == "smollm3" else (body, "embedding_multiplier")
+        setattr(place, name, 0 if getattr(place, name) else 1)
+        with pytest.raises(RuntimeError, match=f"{name} was changed"):
+            generated(model)
+
+
+@pytest.mark.parametrize("case", ["gemma", "gemma3_text"])
+def test_the_scale_of_embeddings_may_not_change_in_place(case):
+    with skipped_if_unknown():
+        model = tiny_family(case).to(DEVICE)
+    with optimize_with_triton(model)[1]:
+        generated(model)
+        with torch.no_grad():
+            model.model.embed_tokens.embed_scale.mul_(0.3)
+        with pytest.raises(RuntimeError, match=r"embed_tokens\.embed_scale was changed in place, but the engine reads"):
+            generated(model)
 
 
 def test_a_field_that_is_not_accounted_for_is_refused_by_name(models, monkeypatch):
@@ -582,7 +638,7 @@ def described(kind: str) -> str:
         "gated delta nets": family.recurrent,
         "one projection for q, k and v": family.qkv,
         "one projection for gate and up": family.gate_up,
-        "layers without rotation": family.rotary_layers or family.rotary_in_windows,
+        "layers without rotation": family.rotary_switch or family.rotary_in_windows,
         "rotates neighbours": family.rotary_pairs,
         "rotates in fp32": family.rotary_in_fp32,
         "queries grow with positions": family.query_temperature,
@@ -593,7 +649,7 @@ def described(kind: str) -> str:
         "layers that read the keys of others": family.shared_caches,
         "embeddings for each layer": family.layer_inputs,
         "scaled layers": family.layer_scale,
-        "scaled logits": family.logit_divisor,
+        "scaled logits": family.logit_divisor or family.logit_factor,
     }
     norms = " and ".join(where for where, some in (("before", before), ("after", after)) if some)
     window = {"none": "-", "by_layer": "by layer", "all": "all layers"}[family.window]

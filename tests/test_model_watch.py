@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import operator
 import re
 from functools import partial
@@ -291,6 +292,59 @@ def test_a_step_of_an_optimizer_drops_kept_prompts(m, fused):
     originals.restore()
     assert torch.equal(found, model.generate(prompt, max_new_tokens=8))
     assert len(_global_optimizer_post_hooks) == before  # while the originals are kept
+
+
+class Scaled(nn.Module):
+    """A layer that is called, with what its output is multiplied by where nothing sees it."""
+
+    strength = 1.0
+
+    def __init__(self, layer: nn.Module, how: str):
+        super().__init__()
+        self.base_layer, self.dropout = layer, nn.Dropout(0.5 if how == "dropout" else 0.0)
+        self.factor = (lambda: self.strength) if how == "a class of one's own" else None
+        if how == "a hook":
+            layer.register_forward_hook(lambda module, inputs, output: output * Scaled.strength)
+
+    def forward(self, x):
+        return self.dropout(self.base_layer(x)) * (1.0 if self.factor is None else self.factor())
+
+
+@pytest.mark.parametrize("how", ["a hook", "a class of one's own", "dropout"])
+def test_keys_of_earlier_prompts_are_not_reused_if_a_called_module_may_have_changed(m, how, monkeypatch):
+    model, prompt = m.base_model, random_prompt(150)
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = Scaled(attention.v_proj, how)
+    with optimize_with_triton(model)[1] as originals:
+        outputs = [model.generate(prompt, max_new_tokens=8)]
+        if how == "dropout":
+            attention.v_proj.dropout.train()
+            outputs += [model.generate(prompt, max_new_tokens=8) for _ in range(3)]
+        else:
+            monkeypatch.setattr(Scaled, "strength", -1.5)
+            outputs.append(model.generate(prompt, max_new_tokens=8))
+        assert not originals.report()[0].fallbacks
+    assert len({tuple(output.flatten().tolist()) for output in outputs}) > 1
+    if how != "dropout":
+        assert torch.equal(outputs[1], model.generate(prompt, max_new_tokens=8))
+
+
+@pytest.mark.parametrize(
+    "registry", ["modeling_utils.ALL_ATTENTION_FUNCTIONS", "masking_utils.ALL_MASK_ATTENTION_FUNCTIONS"]
+)
+def test_attention_that_is_replaced_in_transformers_registry_is_refused(m, registry):
+    home, name = registry.split(".")
+    functions = getattr(importlib.import_module(f"transformers.{home}"), name)
+    model, own = m.base_model, functions["sdpa"]
+    try:
+        with optimize_with_triton(model)[1]:
+            functions["sdpa"] = lambda *args, **kwargs: own(*args, **kwargs)
+            with pytest.raises(RuntimeError, match=rf'{name}\["sdpa"\] of transformers was replaced by tests'):
+                model.generate(PROMPT, max_new_tokens=2)
+        with pytest.raises(UnsupportedModelError, match=rf'{name}\["sdpa"\] of transformers was replaced by tests'):
+            optimize_with_triton(model)
+    finally:
+        functions["sdpa"] = own
 
 
 def test_a_session_goes_on_once_a_hook_is_removed(m):

@@ -703,6 +703,32 @@ def test_processors_that_a_caller_brings_are_called_whatever_their_class(how, in
                 assert torch.equal(model.generate(BATCH, **options), want)
 
 
+@pytest.mark.parametrize("name", ["_sample", "prepare_inputs_for_generation", "_has_unfinished_sequences"])
+def test_methods_of_generation_that_a_class_replaces_run_or_are_refused(name, monkeypatch):
+    model = causal_lm(vocab=VOCAB, layers=1)
+    own, calls = getattr(type(model), name), []
+
+    def noted(*args, **kwargs):
+        calls.append(name)
+        return own(*args, **kwargs)
+
+    with optimize_with_triton(model)[1] as originals:
+        with monkeypatch.context() as later:
+            later.setattr(type(model), name, noted, raising=False)
+            model.generate(PROMPT, max_new_tokens=2)
+            assert calls and generate_row(originals).reason == f"model.{name}, which was replaced after optimising"
+            later.setattr(type(model), "generate", noted, raising=False)
+            with pytest.raises(RuntimeError, match=r"\.generate was replaced after optimising: restore the model"):
+                model.generate(PROMPT, max_new_tokens=2)
+        model.generate(PROMPT, max_new_tokens=2)
+        assert generate_row(originals).calls == 1
+    for owner in (type(model), type("Mine", (type(model),), {})):
+        monkeypatch.setattr(owner, name, noted, raising=False)
+        model.__class__ = owner
+        with pytest.raises(UnsupportedModelError, match=rf"model\.{name} must be transformers' own"):
+            optimize_with_triton(model)
+
+
 def test_a_processor_may_call_the_model_and_generate_itself(model):
     def asks(ids, scores):
         assert not torch.is_grad_enabled()

@@ -224,7 +224,13 @@ class Engine:
             self._forget_graphs()
             self.pool.forget()
         weights, before = self.watch.versions(), self._weights
-        if weights is None or weights != before:
+        each_time = self.watch.runs_each_time()
+        if each_time is not None and self.cuda_graph:
+            self.cuda_graph = False
+            self._forget_graphs()
+            self.notes["cuda_graph"] = f"not used, which is several times slower: {each_time}"
+            log.warning("steps without a CUDA graph, several times slower: %s", each_time)
+        if weights is None or weights != before or each_time is not None or self.watch.has_unknown_code():
             self._weights = weights
             self.pool.forget()
         return before is not None and weights != before

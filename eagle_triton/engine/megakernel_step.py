@@ -102,7 +102,7 @@ class _Head:
             raise _UnsupportedError("the draft head's norms round once, after their weight")
         if mlp.activation != "silu":
             raise _UnsupportedError(f"the draft head's block has the activation {mlp.activation}")
-        if draft.head.divisor != 1.0 or draft.head.cap is not None:
+        if (draft.head.factor, draft.head.divisor, draft.head.cap) != (1.0, 1.0, None):
             raise _UnsupportedError("the target's logits, which the draft head borrows, are scaled or capped")
         if not eagle3 and (layer.input_norm is not None or draft.embedding.shape[1] != draft.hidden_size):
             raise _UnsupportedError("the draft head is not shaped like EAGLE-1's")

@@ -33,11 +33,13 @@ from eagle_triton.models.families import (
     check_config,
     family_of,
     logit_cap,
+    logit_number,
     short_rope_length,
     text_config,
     unknown_family,
 )
 
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
 
 
@@ -101,10 +103,11 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         norm=inner.norm("norm"),
         head=replace(
             read.projection("lm_head"),
-            divisor=float(_field(config, family.logit_divisor, 1.0)),
+            factor=logit_number(model, family.logit_factor),
+            divisor=logit_number(model, family.logit_divisor),
             cap=logit_cap(model.config),
         ),
-        embedding_scale=read_embedding_scale(body.embed_tokens) * float(_field(config, family.embedding_scale, 1.0)),
+        embedding_scale=read_embedding_scale(body.embed_tokens) * inner.factor(family.embedding_scale),
         layer_inputs=_read_layer_inputs(inner) if family.layer_inputs else None,
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
@@ -184,6 +187,10 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
                 "layer-types",
             )
         kind = kinds[index] if kinds else "sliding_attention"
+        if kind not in LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"{where}.config.layer_types[{index}] must be one of {LAYER_TYPES}, got {kind!r}", "layer-types"
+            )
         if window is not None and kind == wrong:
             masks = "masks no window" if family.window == "none" else "masks a window in all layers"
             raise UnsupportedModelError(
@@ -294,7 +301,7 @@ class _LayerReader:
             else read.mlp(family.mlp, family.gate_up),
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
-            update_scale=float(_field(self._config, family.update_scale, 1.0)),
+            update_scale=read.factor(family.update_scale),
             scale=self._scale(read),
             beside=self._beside(read),
             input_block=self._input_block(read),
@@ -372,7 +379,7 @@ class _LayerReader:
 
     def _rotary_of(self, index: int, kinds: Sequence[str] | None) -> Rotary:
         """The rotary embedding of a layer. Some models have one for each kind of layer."""
-        module, flags = self._rotary.module, _field(self._config, self._family.rotary_layers, None)
+        module = self._rotary.module
         kind = kinds[index] if kinds is not None else None
         if self._local_rotary is not None and kind == "sliding_attention":
             module = self._local_rotary
@@ -398,9 +405,10 @@ class _LayerReader:
                 round_tables=not self._family.rotary_in_fp32,
                 temperature=self._temperature() if self._family.query_temperature else None,
             )
-        rotates = flags is None or flags[index]
+        attention, rotates = self._body.at(f"layers.{index}.self_attn"), True
+        if self._family.rotary_switch is not None:
+            rotates = bool(attention.value(self._family.rotary_switch, int))
         if self._family.rotary_in_windows:
-            attention = self._body.at(f"layers.{index}.self_attn")
             rotates = attention.value("sliding_window") is None or attention.value("is_sliding", bool)
         return rotary if rotates else replace(rotary, inv_freq=rotary.inv_freq[:0])
 

@@ -52,8 +52,8 @@ class Family:
     """Norms of layers with `router` and `experts` beside their MLP: after the MLP, before and after the experts."""
     window: Literal["none", "by_layer", "all"] = "none"
     """The layers that see only config.sliding_window: those in layer_types, or all."""
-    rotary_layers: str | None = None
-    """Field with a flag for each layer: whether its queries and keys rotate."""
+    rotary_switch: str | None = None
+    """Attribute of attention modules: whether queries and keys rotate."""
     rotary_in_windows: bool = False
     """If some layers have a window, those without one do not rotate."""
     rotary_pairs: bool = False
@@ -67,8 +67,9 @@ class Family:
     scaled_embedding: bool = False
     """The embedding module itself scales its output. In transformers 4 some forwards do it instead."""
     embedding_scale: str | None = None
+    """Attribute of the module that has the layers: a factor for embeddings."""
     update_scale: str | None = None
-    """Field of a factor for the outputs of mixer and MLP before they are added to the residual stream."""
+    """Attribute of layers: a factor for the outputs of mixer and MLP before they are added to the residual stream."""
     shared_caches: bool = False
     """A layer with `is_kv_shared_layer` reads the keys and values of the last earlier layer of its kind without it."""
     layer_inputs: bool = False
@@ -76,6 +77,7 @@ class Family:
     layer_scale: str | None = None
     """Name of a layer's buffer [1] that multiplies the residual stream at its end."""
     logit_divisor: str | None = None
+    logit_factor: str | None = None
     logit_cap: str | None = None
     """Field of the soft cap of logits."""
     shown_by_modules: tuple[str, ...] = ()
@@ -86,7 +88,7 @@ class Family:
     @property
     def config_fields(self) -> Iterator[str]:
         """Configuration fields that the row names."""
-        for field in ("rotary_layers", "score_cap", "embedding_scale", "update_scale", "logit_divisor", "logit_cap"):
+        for field in ("score_cap", "embedding_scale", "update_scale", "logit_divisor", "logit_factor", "logit_cap"):
             if (name := getattr(self, field)) is not None:
                 yield name
         yield from self.shown_by_modules
@@ -101,9 +103,8 @@ EXPERTS = (
     *("num_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
 )
 """Fields of mixtures of experts. families/reading/experts.py reads their effect from the modules."""
-GRANITE: dict[str, Any] = dict(
-    embedding_scale="embedding_multiplier", update_scale="residual_multiplier", logit_divisor="logits_scaling"
-)
+MULTIPLIED: dict[str, Any] = dict(embedding_scale="embedding_multiplier", update_scale="residual_multiplier")
+GRANITE: dict[str, Any] = dict(**MULTIPLIED, logit_divisor="logits_scaling")
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
 GLM4_MOE = Family(shown_by_modules=("use_qk_norm", *MTP_LAYERS, *EXPERTS))
 ERNIE = Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("use_bias",))
@@ -141,11 +142,14 @@ FAMILIES: dict[str, Family] = {
         gate_up="gate_up_proj",
         shown_by_modules=("original_max_position_embeddings",),
     ),
-    "smollm3": Family(window="by_layer", rotary_layers="no_rope_layers", shown_by_modules=("no_rope_layer_interval",)),
+    "smollm3": Family(
+        window="by_layer", rotary_switch="use_rope", shown_by_modules=("no_rope_layers", "no_rope_layer_interval")
+    ),
     "granite": Family(**GRANITE, shown_by_modules=("attention_multiplier",)),
     "granitemoe": Family(**GRANITE, mlp="block_sparse_moe", shown_by_modules=("attention_multiplier", *EXPERTS)),
     "hyperclovax": Family(
-        **GRANITE,
+        **MULTIPLIED,
+        logit_factor="logits_scaling",
         norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
         shown_by_modules=("attention_multiplier", "use_post_norm"),
     ),
@@ -262,6 +266,14 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES.get(language) if kind == language or kind in WITH_IMAGES else None
 
 
+def logit_number(model: Any, name: str | None) -> float:
+    """A number by which a model scales its logits: its own attribute, or a field of its configuration; 1 without a
+    name."""
+    if name is None:
+        return 1.0
+    return float(getattr(model, name, getattr(text_config(model.config), name)))
+
+
 def logit_cap(config: Any) -> float | None:
     """The soft cap of a target's logits; None: there is none. The forward of a Gemma 3 that reads images has none,
     whatever its language model's configuration has."""
@@ -291,11 +303,17 @@ def unknown_family(config: Any) -> str:
 
 def check_config(config: Any, where: str) -> str | None:
     """A sentence about the first configuration field of a known family that asks for something its row does not cover;
-    None if there is none. Fields that the class does not declare are ignored: no forward reads them."""
+    None if there is none. Other fields that the class does not declare are ignored: no forward reads them."""
     config = text_config(config)
     family = FAMILIES[config.model_type]
     if reason := _varied(config):
         return f"{where}.config: {config.model_type} {reason}"
+    for name, neutral, effect in (
+        ("is_causal", True, "lets tokens see later ones"),
+        ("attention_chunk_size", None, "drops keys from the cache"),
+    ):  # transformers reads them of any configuration
+        if getattr(config, name, neutral) not in (neutral, None):
+            return f"{where}.config.{name} must be {neutral}: {getattr(config, name)!r} {effect}"
     known = {*NEUTRAL_FIELDS, *family.config_fields, *fields_of_all()}
     for name, default in declared_fields(type(config)).items():
         if name not in known and getattr(config, name, default) not in (default, None, False):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .families import FAMILIES, family_of, logit_cap, short_rope_length, text_config, unknown_family
+from .families import FAMILIES, family_of, logit_cap, logit_number, short_rope_length, text_config, unknown_family
 from .heads import steady_attention
 
 CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
@@ -87,24 +87,26 @@ def language_model(base_model: Any) -> Any:
 
 @dataclass(frozen=True)
 class LogitHead:
-    """An `lm_head` with logits that are divided and soft-capped by tanh, as in some families."""
+    """An `lm_head` with logits that are multiplied or divided, and soft-capped by tanh, as in some families."""
 
     lm_head: Any
+    factor: float
     divisor: float
     cap: float | None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.lm_head(hidden) / self.divisor
+        logits = self.lm_head(hidden) * self.factor / self.divisor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 def logit_head(base_model: Any) -> Callable[[Tensor], Tensor]:
     """The function from a target's last hidden state [..., H] to logits [..., V]; often `lm_head` itself."""
-    config = text_config(base_model.config)
-    family = FAMILIES[config.model_type]
-    divisor = getattr(config, family.logit_divisor) if family.logit_divisor else 1.0
+    family = FAMILIES[text_config(base_model.config).model_type]
+    factor, divisor = (logit_number(base_model, name) for name in (family.logit_factor, family.logit_divisor))
     cap = logit_cap(base_model.config)
-    return base_model.lm_head if divisor == 1.0 and cap is None else LogitHead(base_model.lm_head, divisor, cap)
+    if (factor, divisor, cap) == (1.0, 1.0, None):
+        return base_model.lm_head
+    return LogitHead(base_model.lm_head, factor, divisor, cap)
 
 
 def cache_argument(forward: Callable) -> str:

@@ -6,6 +6,7 @@ is chosen. Weights may change in place. Everything that replaces or wraps them i
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from eagle_triton.engine.model.module_kinds import (
 SOURCES = ("transformers.", "torch.", "eagle_triton.", "eagle.", "eagle_llm.", "liger_kernel.")
 """Packages with layers that their weights and configuration define. An EaModel's own package counts, too."""
 
+OF_LAYERS = (*SOURCES, "peft.", "torchao.", "bitsandbytes.", "gptqmodel.", "compressed_tensors.")
+"""Packages with layers that compute the same as long as their tensors and plain attributes are the same."""
+
 HARMLESS_HOOKS = (
     "eagle_triton.",
     "transformers.utils.output_capturing",  # records outputs when a caller asks for them
@@ -43,6 +47,7 @@ LONGROPE_TABLES = frozenset({"inv_freq"})  # of the last text's length; the engi
 CONFIG_FIELDS = (
     *("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp"),
     *("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "rope_parameters", "top_k_experts"),
+    *("is_causal", "attention_chunk_size"),
 )
 """Fields of a configuration that the forwards of any family read each time they run."""
 
@@ -50,10 +55,14 @@ MODULE_FIELDS = {
     *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "is_sliding", "rope_type"),
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # for SafeAILab's models
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
-    *("first_kv_shared_layer_idx", "max_norm"),
+    *("first_kv_shared_layer_idx", "max_norm", "use_rope", "with_scale", "has_bias"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
+
+READ_ONCE = ("embed_scale",)
+"""Buffers that are read as numbers."""
 
 DECOMPRESSED = (
     "the own forward of a compressed model puts compressed-tensors' offloading around every layer (load the model "
@@ -99,6 +108,8 @@ def interference(root: nn.Module, path: str) -> str | None:
     """A sentence about the first thing below `root` that changes what its modules compute; None: there is none."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "torch has global forward hooks, which would not run"
+    if _attends_by_sdpa(getattr(root, "config", None)) and (replaced := _replaced_sdpa()):
+        return f"{replaced}, which would not run"
     own = type(root).__module__.rpartition(".")[0] if hasattr(root, "ea_layer") else ""
     for where, module, called in modules_read(root, path):
         if hook := _hook(module):
@@ -127,13 +138,21 @@ class ModelWatch:
     ):
         """roots: the models, by their names in messages. also: see `modules_read`. copied: tensors, by dotted path,
         that were copied, so that changes in place have no effect."""
-        self._copied = [(path, tensor, _version(tensor)) for path, tensor in (copied or {}).items()]
         parts = [part for path, root in roots.items() for part in modules_read(root, path, also)]
+        numbers = {
+            f"{path}.{name}": tensor
+            for path, module, called in parts
+            for name in READ_ONCE
+            if not called and (tensor := module._buffers.get(name)) is not None
+        }
+        copies = {**(copied or {}), **numbers}
+        self._copied = [(path, tensor, _version(tensor)) for path, tensor in copies.items()]
         self._read = [_Part.of(path, module) for path, module, called in parts if not called]
         self._called = [(path, module) for path, module, called in parts if called]
         owners = [part for part in self._read if part.config is not None]
         configs = {id(part.config): (f"{part.path}.config", part.config) for part in reversed(owners)}
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
+        self._attends_by_sdpa = any(_attends_by_sdpa(config) for _, config, _ in self._configs)
         self._with_dropout = [part for part in self._read if part.constants.get("attention_dropout")]
         self._fast_facts = _FastFacts(self._read, [module for _, module in self._called])
         self._optimizer_steps, self._stop_counting = _count_optimizer_steps(self)
@@ -150,6 +169,8 @@ class ModelWatch:
         for part in self._with_dropout:
             if part.module.training:
                 return f"{part.path} is in training mode with attention_dropout, which would not run: call model.eval()"
+        if self._attends_by_sdpa and (replaced := _replaced_sdpa()):
+            return f"{replaced}, which would not run"
         for path, tensor, version in self._copied:
             if _version(tensor) != version:
                 return f"{path} was changed in place, but the engine reads a copy of it"
@@ -200,6 +221,22 @@ class ModelWatch:
         """
         modules = [part for _, module in self._called for part in module.modules()]
         return [(id(part), _addresses(part), _values(vars(part))) for part in modules]
+
+    def runs_each_time(self) -> str | None:
+        """A sentence about the first called module with a hook or active dropout inside, which a graph would run only when
+        it is captured; None: there is none."""
+        for path, module in self._called:
+            for part in module.modules():
+                if hook := _hook(part):
+                    return f"{path} is called, and has {hook} inside"
+                if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p:
+                    return f"{path} is called, and has active dropout inside"
+        return None
+
+    def has_unknown_code(self) -> bool:
+        """Whether a called module's forward is of an unknown package: then it may compute something else than before
+        although `called_state` is the same."""
+        return any(_is_unknown(part) for _, module in self._called for part in module.modules())
 
     def versions(self) -> int | None:
         """A number that grows with every change in place of the tensors that the last `change` saw; None: some tensor
@@ -367,6 +404,29 @@ def _hook(module: nn.Module) -> str | None:
     for kind, hooks in (("forward hook", module._forward_hooks), ("forward pre-hook", module._forward_pre_hooks)):
         if any(not (getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOKS) for hook in hooks.values()):
             return f"a {kind}"
+    return None
+
+
+def _is_unknown(module: nn.Module) -> bool:
+    source = f"{type(module).forward.__module__}."
+    return not (source.startswith(OF_LAYERS) and _is_forward_of(module, vars(module).get("forward")))
+
+
+def _attends_by_sdpa(config: Any) -> bool:
+    return getattr(config, "_attn_implementation", None) == "sdpa"
+
+
+def _replaced_sdpa() -> str | None:
+    """A sentence about transformers' functions of the name "sdpa", if one was replaced in their public registries."""
+    for home, name in (
+        ("modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
+        ("masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
+    ):
+        functions = getattr(sys.modules.get(f"transformers.{home}"), name, {})
+        function = functions.get("sdpa")
+        source = getattr(function, "__module__", None) or ""
+        if function is not None and not source.startswith("transformers."):
+            return f'{name}["sdpa"] of transformers was replaced by {source}.{getattr(function, "__name__", function)}'
     return None
 
 

@@ -55,8 +55,8 @@ class Projection:
     summed_over: ranks that each have some columns of the weight (one of them the bias), and add up their results.
     joined_over: ranks that each have some of its rows, and concatenate their results. outputs: the slice of these
     results that belongs to this projection, None for all.
-    divisor, cap: for the logits of a vocabulary projection, see `project`: its product is divided by `divisor`, and
-    bounded as cap * tanh(product / cap), each operation rounded to its dtype.
+    factor, divisor, cap: for the logits of a vocabulary projection, see `project`: its product is multiplied by
+    `factor`, divided by `divisor`, and bounded as cap * tanh(product / cap), each operation rounded to its dtype.
     """
 
     weight: Weight | None = None  # [out, in]
@@ -65,6 +65,7 @@ class Projection:
     summed_over: Ranks | None = None
     joined_over: Ranks | None = None
     outputs: slice | None = None
+    factor: float = 1.0
     divisor: float = 1.0
     cap: float | None = None
 
@@ -312,6 +313,8 @@ def project(ops: Operations, projection: Projection, x: ProductRows, tune_for_ro
     tune_for_rows: the number of rows that the launch is chosen for, see `linear`; None: the rows of x.
     """
     out = total_of(_project(ops, projection, x, False, tune_for_rows))
+    if projection.factor != 1.0:
+        out = out * projection.factor
     if projection.divisor != 1.0:
         out = out / projection.divisor
     return out if projection.cap is None else torch.tanh(out / projection.cap) * projection.cap

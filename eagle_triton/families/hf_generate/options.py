@@ -22,18 +22,21 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 OWN_METHODS = (
-    "generate",
-    "_sample",
-    "_prepare_generation_config",
-    "_validate_model_kwargs",
-    "_update_model_kwargs_for_generation",
-    "prepare_inputs_for_generation",
+    *("generate", "_sample", "_prepare_generation_config", "_validate_model_kwargs"),
+    *("_update_model_kwargs_for_generation", "prepare_inputs_for_generation"),
 )
 """Methods of transformers that a model must not override: the engine calls or replaces them.
 
 Classes of transformers may prepare a forward's inputs in their own way (Phi-3, Gemma 3): for text alone the result is
 the same.
 """
+
+PRIVATE_METHODS = tuple(
+    name
+    for name, method in vars(GenerationMixin).items()
+    if name.startswith("_") and not name.startswith("__") and inspect.isfunction(method) and name not in OWN_METHODS
+)
+"""Further methods of transformers' generation, which classes of transformers may override, but no others."""
 
 ARGUMENTS = frozenset(
     {
@@ -129,9 +132,14 @@ def _default_fields() -> dict[str, Any]:
     return vars(GenerationConfig())
 
 
-def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
+def methods_of(model: Any) -> dict[str, Any]:
+    """The methods of generation that a model's class has."""
+    return {name: getattr(type(model), name, None) for name in (*OWN_METHODS, *PRIVATE_METHODS)}
+
+
+def take_reasons(bound: inspect.BoundArguments, model: Any, methods: dict[str, Any]) -> list[str]:
     """Take the arguments that only the original supports out of `bound`. Returns them, and the reasons for the original
-    that do not depend on arguments."""
+    that do not depend on arguments. methods: `methods_of` the model when it was optimised."""
     reasons = []
     for name, value in list(bound.arguments.items()):
         nothing = value is None or (isinstance(value, list) and not value)
@@ -140,7 +148,12 @@ def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
             del bound.arguments[name]
     inputs = bound.arguments.get("kwargs", {})
     reasons += [name for name in CACHE_NAMES if inputs.pop(name, None) is not None]
-    own = [name for name in OWN_METHODS if name != "generate" and name in vars(model)]
+    now = methods_of(model)
+    if now["generate"] is not methods["generate"]:
+        raise RuntimeError(
+            f"{type(model).__name__}.generate was replaced after optimising: restore the model and optimise it again"
+        )
+    own = [name for name in methods if now[name] is not methods[name] or (name != "generate" and name in vars(model))]
     reasons += [f"model.{name}, which was replaced after optimising" for name in own]
     attentions = [layer._modules.get("self_attn") for layer in model.get_submodule(body_path(model)).layers]
     if any(part is not None and part.training and getattr(part, "attention_dropout", 0) for part in attentions):

@@ -30,9 +30,11 @@ from eagle_triton.families.hf_generate.options import (
     CACHE_NAMES,
     CARRIES_POSITIONS,
     OWN_METHODS,
+    PRIVATE_METHODS,
     are_assumed,
     config_reasons,
     is_count,
+    methods_of,
     refused_inputs,
     take_reasons,
 )
@@ -70,8 +72,13 @@ def patch_points(model: Any, drafting: Drafting, assisted: Callable[[Assistance]
             raise UnsupportedModelError(f"transformers' GenerationMixin.{name} is missing: this version is not known")
         own = getattr(type(model), name, None)
         of_family = name == "prepare_inputs_for_generation" and own.__module__.startswith("transformers.models.")
-        if name in vars(model) or not (own is original or of_family):
+        replaced = not original.__module__.startswith("transformers.")
+        if name in vars(model) or replaced or not (own is original or of_family):
             raise UnsupportedModelError(f"model.{name} must be transformers' own, which the engine replaces")
+    methods = methods_of(model)
+    for name in PRIVATE_METHODS:
+        if name in vars(model) or not methods[name].__module__.startswith("transformers."):
+            raise UnsupportedModelError(f"model.{name} must be transformers' own, which would not run")
     signature = inspect.signature(GenerationMixin.generate)
     ahead = ReadAhead(*drafting)
     preparation = type(type(model).__name__, (_Preparation,), {})  # transformers writes its name into messages
@@ -83,7 +90,7 @@ def patch_points(model: Any, drafting: Drafting, assisted: Callable[[Assistance]
         assistant = None
         if bound.arguments.get("kwargs", {}).get("assistant_tokenizer") is None:  # otherwise tokens need translation
             assistant = bound.arguments.pop("assistant_model", None)
-        reasons = take_reasons(bound, model)
+        reasons = take_reasons(bound, model, methods)
         streamer = bound.arguments.pop("streamer", None)  # it gets nothing until it is certain who decodes
         reads = not reasons and assistant is None
         reading = ahead.begin(bound.arguments if reads else {})

@@ -43,13 +43,13 @@ def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = 
     norm = read.norm("norm")
     check_fits_target(root, target, config.vocab_size, norm.weight)
     head = read.projection("lm_head") if config.own_head else target.head
-    scaled = replace(head, divisor=1 / config.logit_scale, cap=config.logit_cap)
+    scaled = replace(head, factor=config.logit_scale, divisor=1.0, cap=config.logit_cap)
     layers = range(config.num_hidden_layers)
     embedding = read.embedding("embed_tokens") if config.own_embedding else target.embedding
     return BlockDraft(
         embedding=embedding,
         layers=tuple(_layer(read, config, index) for index in layers),
-        head=head if (scaled.divisor, scaled.cap) == (head.divisor, head.cap) else scaled,
+        head=head if (scaled.factor, scaled.divisor, scaled.cap) == (head.factor, head.divisor, head.cap) else scaled,
         tree_reader=lambda: read_tree(drafter),
         norm=norm,
         d2t=drafter.d2t,

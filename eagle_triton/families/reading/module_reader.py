@@ -130,6 +130,10 @@ class ModuleReader:
             raise UnsupportedModelError(f"{walked} must be {expected}, got {type(value).__name__}")
         return value
 
+    def factor(self, name: str | None) -> float:
+        """A number that the module's forward multiplies by; 1 without a name."""
+        return 1.0 if name is None else float(self.value(name, (float, int)))
+
     def at(self, path: str, kind: type[nn.Module] = nn.Module) -> ModuleReader:
         """A reader of the module at a dotted path below this one."""
         return replace(self, module=self.value(path, kind), path=f"{self.path}.{path}")
