@@ -1,7 +1,6 @@
 """Compile every kernel, in the settings used in production, for four targets; needs no GPU.
 
     python tests/compile_kernels.py [--every | --first | --largest] [--on TARGETS] [--listing FILE.json] [stem ...]
-    python tests/compile_kernels.py --list
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
 triton.compiler.ASTSource takes them. `launches` of compile_cases/_launches.py makes them of a call of a launcher.
@@ -19,10 +18,10 @@ triton.compiler.ASTSource takes them. `launches` of compile_cases/_launches.py m
 All cases are compiled for sm_90, for the other targets the first of each kernel; with --every all, with --first the
 first of each kernel for all. With --largest, of those for sm_90 that differ in numbers alone (blocks, splits, heads)
 with as many warps and the same limit of registers, only the one with the largest, and the distinct ones. --on names
-some of the targets, with commas. Prints one line per case and target; the exit status is 1 if a case fails to compile
-or uses more local memory on sm_90, which is none unless a case says so. With --listing, how often each instruction
-stands in the PTX of each case is kept in a file; where there is such a file already, cases that differ from it fail:
-other names and arguments change none. --list prints the kernels of all cases and compiles none.
+some of the targets, with commas. Prints one line per case and target, with the kernel at its end; the exit status is 1
+if a case fails to compile or uses more local memory on sm_90, which is none unless a case says so. With --listing, how
+often each instruction stands in the PTX of each case is kept in a file; where there is such a file already, cases that
+differ from it fail: other names and arguments change none.
 
 Runs in a process of its own because the interpreter, once chosen, stays.
 """
@@ -85,17 +84,12 @@ def main(argv: list[str] | None = None) -> int:
     which.add_argument("--every", action="store_true", help="all cases for all targets")
     which.add_argument("--first", action="store_true", help="the first case of each kernel for all targets")
     which.add_argument("--largest", action="store_true", help="of cases that differ in numbers alone, the largest")
-    which.add_argument("--list", action="store_true", help="print the kernels of all cases")
     parser.add_argument("--on", type=lambda text: text.split(","), default=[*TARGETS], metavar="TARGETS")
     parser.add_argument("--listing", type=Path, metavar="FILE.json", help="where instructions are kept, or compared")
     options = parser.parse_args(argv)
     if unknown := set(options.on) - TARGETS.keys():
         parser.error(f"--on must be of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
     stems = options.stems or sorted(path.stem for path in CASES.glob("[!_]*.py"))
-    if options.list:
-        kernels = {kernel.fn for stem in stems for _, kernel, *_ in _cases(stem)}
-        print(*sorted(f"{kernel.__module__}.{kernel.__name__}" for kernel in kernels), sep="\n")
-        return 0
     before = json.loads(options.listing.read_text()) if options.listing and options.listing.exists() else None
     jobs, listing = [], {}
     for stem in stems:
@@ -122,11 +116,12 @@ def main(argv: list[str] | None = None) -> int:
                 failed += 1
                 print(f"DIFFERS {name} {_difference(before[name], result.instructions)}", flush=True)
                 continue
-            spilled = arch == "sm_90" and result.local > _cases(stem)[index][4].get("local", 0) + NEWER_PTXAS
+            kernel, case_options = _cases(stem)[index][1].fn, _cases(stem)[index][4]
+            spilled = arch == "sm_90" and result.local > case_options.get("local", 0) + NEWER_PTXAS
             failed += spilled
             print(
                 f"{'LOCAL ' if spilled else 'ok    '}  {name} {result.registers:4} registers {result.local:5} B local "
-                f"{result.shared:7} B shared",
+                f"{result.shared:7} B shared  {kernel.__module__}.{kernel.__name__}",
                 flush=True,
             )
     if options.listing and before is None:
