@@ -56,34 +56,40 @@ MIXTURE = dict(shape="qwen3-30b-a3b", num_experts=4, num_experts_per_tok=2)
 
 
 def model(shape="qwen3-0.6b", layers=2, device=DEVICE, dtype=torch.bfloat16, **changes):
+    """With random weights; on a CPU, where the kernel does not run, matrices are left as memory is."""
     kind, hidden, inner, heads, width = SHAPES[shape]
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, head_dim=width)
     sizes |= dict(num_key_value_heads=8, num_hidden_layers=layers, vocab_size=VOCAB, rope_theta=1e5)
     sizes |= OF_KINDS.get(kind, {}) | FEW_KEY_HEADS.get(shape, {}) | changes
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device("meta" if device == "cpu" else device):
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **ends), dtype=dtype).eval()
+    if device == "cpu":
+        made.to_empty(device=device).model.rotary_emb = type(made.model.rotary_emb)(made.config)
     parameters = list(made.parameters())
-    room = aligned(
-        torch.empty(sum(-(-one.nbytes // 128) * 128 for one in parameters), dtype=torch.uint8, device=device)
-    )
+    room = aligned_bytes(sum(-(-one.nbytes // 128) * 128 for one in parameters), device)
     for parameter in parameters:  # beside each other: an allocator's may lie too far apart
         size = parameter.nbytes
         parameter.data = room[:size].view(parameter.dtype).view_as(parameter)
         room = room[-(-size // 128) * 128 :]
         if parameter.dim() == 1:
             parameter.data.normal_(1.0, 0.2)
-        else:
+        elif device != "cpu":
             parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
     return made
 
 
-def aligned(tensor, shift=0):
-    """The same at an address that is `shift` bytes beyond a multiple of 128."""
-    room = torch.empty(tensor.nbytes + 256, dtype=torch.uint8, device=tensor.device)
+def aligned_bytes(count, device, shift=0):
+    """Memory at an address that is `shift` bytes beyond a multiple of 128."""
+    room = torch.empty(count + 256, dtype=torch.uint8, device=device)
     start = -room.data_ptr() % 128 + shift
-    return room[start : start + tensor.nbytes].view(tensor.dtype).view_as(tensor).copy_(tensor)
+    return room[start : start + count]
+
+
+def aligned(tensor, shift=0):
+    """The same at such an address."""
+    return aligned_bytes(tensor.nbytes, tensor.device, shift).view(tensor.dtype).view_as(tensor).copy_(tensor)
 
 
 def in_float32(read):
