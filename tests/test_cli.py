@@ -671,13 +671,13 @@ def test_generate_takes_a_prompt_from_a_pipe(with_demo, monkeypatch, capsys, dem
     assert capsys.readouterr().out == demo.decode("target", ids, Settings(length=4)).text + "\n"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_pipe_is_read_as_utf_8_in_any_locale(command, with_demo, monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "options"), [("generate", ["--max-new-tokens", "1"]), ("chat", [])])
+def test_a_pipe_is_read_as_utf_8_in_any_locale(command, options, with_demo, monkeypatch, capsys):
     lines = "# caf\u00e9\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode()), encoding="latin-1"))
     asked = []
     monkeypatch.setattr(Conversation, "ids", lambda self, prompt, tokenizer: asked.append(prompt) or [1])
-    assert main.main([command, "--device", "cpu"]) == 0
+    assert main.main([command, *options, "--device", "cpu"]) == 0
     assert set(asked) == {lines if command == "generate" else lines.rstrip("\n")}
 
 

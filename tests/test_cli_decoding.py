@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from eagle_triton.speculative_decoding import (
     speculative_generate,
 )
 
-SAMPLED = Settings(length=16, processor="topknucleus", temperature=0.8, top_k=20, top_p=0.9)
+LENGTH = 20
+short = functools.partial(Settings, length=LENGTH)
+SAMPLED = Settings(length=10, processor="topknucleus", temperature=0.8, top_k=20, top_p=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def prompt(decoder) -> list[int]:
 @pytest.fixture(scope="module")
 def alone(decoder, prompt) -> list[int]:
     end = decoder.tokenizer.eos_token_id
-    return autoregressive_generate(prompt, decoder.target, 35, eos_tokens_id=end, use_cache=True)
+    return autoregressive_generate(prompt, decoder.target, LENGTH, eos_tokens_id=end, use_cache=True)
 
 
 class TestSettings:
@@ -101,7 +104,7 @@ class TestAnswers:
     @pytest.mark.parametrize(("method", "options"), VARIANTS)
     def test_greedy_is_the_target_alone_and_the_figures_are_of_the_steps(self, decoder, prompt, alone, method, options):
         shown: list[tuple[Step, str]] = []
-        answer = decoder.decode(method, prompt, Settings(**options), lambda *step: shown.append(step))
+        answer = decoder.decode(method, prompt, short(**options), lambda *step: shown.append(step))
         assert list(answer.tokens) == alone and answer.finished == "length"
         assert [step for step, _ in shown] == list(answer.steps)
         assert "".join(text for _, text in shown) == answer.text == decoder.tokenizer.decode(alone)
@@ -112,7 +115,7 @@ class TestAnswers:
         assert answer.accepted == sum(step.accepted for step in rest)
         assert answer.target_forwards == len(answer.steps)
         assert 0 < answer.first_token_seconds <= answer.seconds
-        assert answer.tokens_per_second == 35 / answer.seconds
+        assert answer.tokens_per_second == LENGTH / answer.seconds
         if method == "target":
             assert answer.tau == 1 and answer.acceptance_rate == answer.proposed == answer.drafter_forwards == 0
         else:
@@ -128,8 +131,8 @@ class TestAnswers:
 
     @pytest.mark.parametrize("method", ["speculative", "ngram"])
     def test_the_engines_steps_are_those_of_the_models_own_forward(self, decoder, prompt, method):
-        ours = decoder.decode(method, prompt, Settings(), show_drafts=True)
-        theirs = decoder.decode(method, prompt, Settings(cache=False))
+        ours = decoder.decode(method, prompt, short(), show_drafts=True)
+        theirs = decoder.decode(method, prompt, short(cache=False))
         assert (ours.engine, theirs.engine) == (ENGINE, OWN_FORWARD) and "keeps a cache" in theirs.notes[0]
         assert ours.steps[1:-1] == theirs.steps[1:-1] and len({step.accepted for step in ours.steps}) > 2
         assert all(step.drafts[: step.accepted] == step.tokens[: step.accepted] for step in ours.steps[1:-1])
@@ -139,13 +142,13 @@ class TestAnswers:
         [("suffix", True), ("block", True), ("block_tree", False), ("eagle", False), ("hybrid", False)],
     )
     def test_drafts_are_shown_where_they_are_a_chain(self, decoder, prompt, method, chain):
-        answer = decoder.decode(method, prompt, Settings(), show_drafts=True)
+        answer = decoder.decode(method, prompt, short(), show_drafts=True)
         for step in answer.steps[1:-1]:
             assert (step.drafts is None) == (not chain)
             assert not chain or (len(step.drafts) == step.proposed and step.drafts[: step.accepted] == step.tokens[:-1])
 
     def test_egag_asks_for_as_many_drafts_as_its_entropy_allows(self, decoder, prompt):
-        settings = Settings(egag=True, egag_gamma_min=2, egag_gamma_max=6, egag_ema=0.5, egag_scale=3.0)
+        settings = short(egag=True, egag_gamma_min=2, egag_gamma_max=6, egag_ema=0.5, egag_scale=3.0)
         ours = decoder.decode("speculative", prompt, settings, show_drafts=True)
         theirs = decoder.decode("speculative", prompt, dataclasses.replace(settings, cache=False))
         assert (ours.engine, theirs.engine) == (ENGINE, OWN_FORWARD) and ours.tokens == theirs.tokens
@@ -157,11 +160,11 @@ class TestAnswers:
 
     def test_speculative_as_functions_counts_the_same(self, decoder, prompt):
         trace: list = []
-        options = dict(gamma=4, eos_tokens_id=decoder.tokenizer.eos_token_id, max_gen_len=35, trace=trace)
+        options = dict(gamma=4, eos_tokens_id=decoder.tokenizer.eos_token_id, max_gen_len=LENGTH, trace=trace)
         tokens, rate = speculative_generate(
             prompt, decoder.drafter, decoder.target, use_egag=True, gamma_max=6, egag_ema_beta=0.9, **options
         )
-        settings = Settings(egag=True, egag_gamma_max=6, egag_ema=0.9, cache=False)
+        settings = short(egag=True, egag_gamma_max=6, egag_ema=0.9, cache=False)
         answer = decoder.decode("speculative", prompt, settings)
         assert list(answer.tokens) == tokens and answer.acceptance_rate == rate
         assert [step.gamma for step in answer.steps[1:]] == [step.gamma for step in trace]
@@ -172,10 +175,10 @@ class TestAnswers:
     def test_ngrams_as_functions_count_the_same(self, decoder, prompt):
         trace: list = []
         tokens, rate = ngram_assisted_speculative_generate(
-            prompt, NGramStorage(3, decoder.target.config.vocab_size), decoder.target, gamma=4, max_gen_len=35,
+            prompt, NGramStorage(3, decoder.target.config.vocab_size), decoder.target, gamma=4, max_gen_len=LENGTH,
             eos_tokens_id=decoder.tokenizer.eos_token_id, stop_if_unknown=True, trace=trace,
         )  # fmt: skip
-        answer = decoder.decode("ngram", prompt, Settings(cache=False))
+        answer = decoder.decode("ngram", prompt, short(cache=False))
         assert list(answer.tokens) == tokens and answer.acceptance_rate == rate
         assert [step.accepted for step in answer.steps[1:]] == [step.accepted for step in trace]
 
@@ -197,14 +200,14 @@ class TestAnswers:
         "options", [dict(ngram_n=6), dict(gamma=16), dict(top_k_filler=65)], ids=lambda options: next(iter(options))
     )
     def test_what_the_engine_cannot_count_is_decoded_without_it(self, decoder, prompt, alone, options):
-        answer = decoder.decode("ngram", prompt, Settings(**options))
+        answer = decoder.decode("ngram", prompt, short(**options))
         assert list(answer.tokens) == alone and answer.engine == OWN_FORWARD
         assert f"{next(iter(options))} is {next(iter(options.values()))}, but the engine" in answer.notes[0]
 
     @pytest.mark.parametrize("method", ["ngram", "suffix"])
     def test_what_former_answers_taught_is_forgotten_in_between(self, decoder, prompt, method):
         def forwards(reset: bool) -> list[int]:
-            settings = Settings(reset_in_between=reset)
+            settings = short(reset_in_between=reset)
             return [decoder.decode(method, prompt, settings).target_forwards for _ in range(2)]
 
         first, again = forwards(True)
@@ -216,7 +219,7 @@ class TestAnswers:
         monkeypatch.setattr(decoder._plain, "pair", pair)
         end = alone.index(alone[9]) + 1
         for method in ("target", "speculative", "ngram", "eagle", "suffix"):
-            answer = decoder.decode(method, prompt, Settings())
+            answer = decoder.decode(method, prompt, short())
             assert list(answer.tokens) == alone[:end] and answer.finished == "stop", method
 
     @pytest.mark.parametrize("method", ["target", "speculative", "ngram", "eagle"])
@@ -228,14 +231,14 @@ class TestAnswers:
                 raise KeyboardInterrupt
 
         seen = 0
-        answer = decoder.decode(method, prompt, Settings(), stop)
-        assert answer.finished == "interrupted" and list(answer.tokens) == alone[:seen] and seen < 35
+        answer = decoder.decode(method, prompt, short(), stop)
+        assert answer.finished == "interrupted" and list(answer.tokens) == alone[:seen] and seen < LENGTH
         assert answer.target_forwards >= len(answer.steps)
-        whole = decoder.decode(method, prompt, Settings())
+        whole = decoder.decode(method, prompt, short())
         assert list(whole.tokens) == alone and whole.finished == "length"
 
     def test_an_interrupt_inside_a_step(self, decoder, prompt, alone, monkeypatch):
-        inference, calls = decoder._engine("speculative", Settings()), 0
+        inference, calls = decoder._engine("speculative", short()), 0
         step = type(inference.engine).step
 
         def interrupted(*args):
@@ -246,9 +249,9 @@ class TestAnswers:
             return step(*args)
 
         monkeypatch.setattr(type(inference.engine), "step", interrupted)
-        answer = decoder.decode("speculative", prompt, Settings())
+        answer = decoder.decode("speculative", prompt, short())
         assert answer.finished == "interrupted" and list(answer.tokens) == alone[: len(answer.tokens)]
-        assert list(decoder.decode("speculative", prompt, Settings()).tokens) == alone
+        assert list(decoder.decode("speculative", prompt, short()).tokens) == alone
 
     def test_one_token(self, decoder, prompt, alone):
         for method in METHODS:
@@ -258,7 +261,7 @@ class TestAnswers:
     def test_positions_end_an_answer(self, decoder, prompt):
         long = (prompt * 40)[: decoder.target.config.max_position_embeddings - 2]
         for method in ("target", "ngram"):
-            answer = decoder.decode(method, long, Settings())
+            answer = decoder.decode(method, long, short())
             assert len(answer.tokens) == 2 and answer.finished == "length"
 
 
@@ -274,23 +277,23 @@ class TestRefusals:
             with pytest.raises(
                 ValueError, match="prompt: 2048 tokens leave no room for new ones in the 2048 positions"
             ):
-                decoder.decode(method, long, Settings())
+                decoder.decode(method, long, short())
             with pytest.raises(ValueError, match="prompt: must have at least one token"):
-                decoder.decode(method, [], Settings())
+                decoder.decode(method, [], short())
 
     def test_of_methods(self, decoder, prompt):
         with pytest.raises(ValueError, match="method must be one of target, .*, got 'beam'"):
-            decoder.decode("beam", prompt, Settings())
+            decoder.decode("beam", prompt, short())
         for method in ON_ENGINE:
             with pytest.raises(ValueError, match=f"cache must be on for method {method}"):
-                decoder.decode(method, prompt, Settings(cache=False))
+                decoder.decode(method, prompt, short(cache=False))
 
     def test_a_target_without_a_head(self, decoder, prompt):
         alone = Decoder(decoder.target)
         with pytest.raises(ValueError, match="head: none is beside the target"):
             _ = alone.head
         with pytest.raises(ValueError, match="no tokenizer"):
-            alone.decode("target", prompt, Settings())
+            alone.decode("target", prompt, short())
 
     def test_a_block_drafter_that_is_none_or_is_called_a_head(self, decoder):
         with pytest.raises(ValueError, match="block_drafter: none was given; block and block_tree need"):

@@ -23,7 +23,7 @@ def compared(tmp_path, *words):
 
 
 def test_bf16_reports_the_share_of_identical_outputs(tmp_path, capsys):
-    record = compared(tmp_path, "--dtype", "bfloat16", "--num-runs", "2", "--max-length", "16")
+    record = compared(tmp_path, "--dtype", "bfloat16", "--num-runs", "2", "--max-length", "8")
     assert record["mode"] == "integration" and record["machine"]["torch"] == torch.__version__
     assert [(row["output"], row["against"]) for row in record["rows"]] == [
         ("optimised tree", "original plain"),
@@ -49,8 +49,8 @@ def whole_prompts(count):
 
 def test_tau_is_that_of_the_benchmark(tmp_path, capsys):
     """Prompts longer than --max-length among them, which must not be cut."""
-    arguments = ["--num-runs", "1", "--max-length", "16"]
-    assert max(whole_prompts(1)) > 16
+    arguments = ["--num-runs", "1", "--max-length", "8"]
+    assert max(whole_prompts(1)) > 8
     ours = compared(tmp_path, *arguments)["options"]["tau"]
     capsys.readouterr()
     rows = recorded(capsys, *arguments, "--device", "cpu")["rows"]
@@ -58,7 +58,7 @@ def test_tau_is_that_of_the_benchmark(tmp_path, capsys):
 
 
 def test_a_target_in_fp8_gives_the_tokens_of_its_own_modules(tmp_path):
-    record = compared(tmp_path, "--target-weights", "fp8", "--num-runs", "1", "--max-length", "20")
+    record = compared(tmp_path, "--target-weights", "fp8", "--num-runs", "1", "--max-length", "8")
     assert record["options"]["target_weights"] == "fp8" and all(row["identical"] == 1 for row in record["rows"])
 
 
