@@ -32,6 +32,14 @@ def prompts(model, count: int) -> list[torch.Tensor]:
     return [torch.tensor([ids]) for ids in (exact + texts)[:count]]
 
 
+@pytest.fixture(scope="module")
+def greedy() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Prompts, and each with 40 tokens of the demo's target alone."""
+    model = EaModel.from_pretrained("demo")
+    prompts = [model.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(3)]
+    return [(prompt, model.base_model.generate(prompt, max_new_tokens=40, do_sample=False)) for prompt in prompts]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("eagle3", "tree"),
@@ -96,13 +104,11 @@ def with_draft_model() -> EAGLEInference:
     return EAGLEInference.from_pretrained("demo", config=config, device="cpu")
 
 
-def test_chains_of_the_draft_model_pay_and_change_no_token():
+def test_chains_of_the_draft_model_pay_and_change_no_token(greedy):
     """Tokens per step, greedy, with chains of four: more than 1.5."""
     eagle = with_draft_model()
     assert len(eagle.pair.draft.layers) == 2 and eagle.pair.draft_model is not eagle.pair.target_model
-    for text in demo_prompts(2):
-        prompt = eagle.tokenizer(text, return_tensors="pt").input_ids
-        want = eagle.pair.target_model.generate(prompt, max_new_tokens=40, do_sample=False)
+    for prompt, want in greedy[:2]:
         assert torch.equal(eagle.generate(prompt, 40)[0], want)
     assert eagle.statistics.tau > 1.5
 
@@ -130,13 +136,11 @@ def test_the_draft_model_is_small_and_shares_the_tokenizer():
     ("name", "top_k", "nodes", "least"),
     [("demo-block", 1, 8, 1.7), ("demo-block", 8, 60, 2.5), ("demo-block-causal", 8, 60, 2.5)],
 )
-def test_block_drafters_pay_and_change_no_token(name, top_k, nodes, least):
+def test_block_drafters_pay_and_change_no_token(name, top_k, nodes, least, greedy):
     """Tokens per step, greedy, over 40 prompts: 2.2 with a chain of 7, 3.1 and 3.2 with trees of 60."""
     shape = dict(topk=top_k, num_steps=7, num_draft_tokens=nodes)
     eagle = EAGLEInference.from_pretrained("demo", name, EAGLEConfig(**shape, fallback=False), "cpu")
-    for text in demo_prompts(3):
-        prompt = eagle.tokenizer(text, return_tensors="pt").input_ids
-        want = eagle.pair.target_model.generate(prompt, max_new_tokens=40, do_sample=False)
+    for prompt, want in greedy:
         assert torch.equal(eagle.generate(prompt, 40)[0], want)
     assert eagle.statistics.tau > least
 
@@ -161,13 +165,13 @@ def test_sampling_with_the_same_seed_is_the_same_and_speculation_does_not_bend_i
     """Sampled generation repeats for a seed; at a low temperature it follows the greedy tokens."""
     model = EaModel.from_pretrained("demo")
     ids = model.tokenizer(demo_prompts(1)[0], return_tensors="pt").input_ids
-    greedy = model.generate(ids, max_new_tokens=24)
+    greedy = model.generate(ids, max_new_tokens=12)
     with optimize_eagle_with_triton(model)[1]:
-        cold = model.generate(ids, max_new_tokens=24, do_sample=True, temperature=1e-3)
+        cold = model.generate(ids, max_new_tokens=12, do_sample=True, temperature=1e-3)
         rows = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            rows.append(model.eagenerate(ids, temperature=1.0, top_p=0.95, max_new_tokens=24))
+            rows.append(model.eagenerate(ids, temperature=1.0, top_p=0.95, max_new_tokens=12))
     assert torch.equal(cold, greedy)
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
 
