@@ -229,7 +229,7 @@ def test_a_recurrent_correction_drafts_for_gated_delta_nets(tree):
     drafter = block_drafter(tree=tree, **KINDS["Domino"] | dict(feature_layers=(1, 2, 3)))
     inference = EAGLEInference(drafter, model, EAGLEConfig(fallback=False))
     prompts = [random_prompt(length, VOCAB, length)[0].tolist() for length in (5, 12)]
-    want = [model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids):].tolist()
+    want = [model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids):].tolist()
             for ids in prompts]  # fmt: skip
     assert tokens_of(inference, prompts) == want
     assert inference.statistics["total_accepted_tokens"] > 0
@@ -237,7 +237,7 @@ def test_a_recurrent_correction_drafts_for_gated_delta_nets(tree):
 
 def tokens_of(inference: EAGLEInference, prompts: list[list[int]], **options: object) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in prompts]
-    for piece in inference.stream(prompts, 20, **options):
+    for piece in inference.stream(prompts, 12, **options):
         found[piece.index] += piece.tokens
     return found
 

@@ -151,7 +151,7 @@ def test_a_replaced_module_and_a_hook_are_found() -> None:
 def test_a_scale_that_changes_in_place_is_seen(layout: Callable, scale: str) -> None:
     model, _ = with_fp8(tiny_target(), layout)
     engine, prompt = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)), random_prompt(70)
-    options = dict(max_new_tokens=12, stop_token_ids=(), return_stats=False)
+    options = dict(max_new_tokens=4, stop_token_ids=(), return_stats=False)
     first = engine.generate(prompt, **options)
     with torch.no_grad():
         attrgetter(scale)(model.model.layers[0].mlp.down_proj).mul_(-3)
@@ -468,7 +468,7 @@ def test_what_a_head_in_fp8_drafts_is_that_of_its_rounded_weights(
 
     def run(subject: Any, **options: Any) -> tuple[list[int], list[int]]:
         with optimize_eagle_with_triton(subject, **options):
-            tokens = subject.eagenerate(prompt, max_new_tokens=60)[0, :71].tolist()
+            tokens = subject.eagenerate(prompt, max_new_tokens=30)[0, :41].tolist()
             return tokens, engines[-1].accept_lengths
 
     fp8, expected = run(model, draft_dtype="fp8"), run(rounded)

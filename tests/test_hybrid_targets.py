@@ -100,8 +100,8 @@ def remembered(past, index: int) -> tuple[Tensor, Tensor]:
 )
 def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
     """Three slots; sequences enter those that others have left."""
-    lengths = (1, 3, 20, 65, 513) if tree == "dynamic" and kind == KIND else (1, 20, 64)
-    waiting = [Request(PROMPTS[length], 64 if length == 20 else 24) for length in lengths]
+    lengths, most = ((1, 3, 20, 65, 513), 64) if (kind, tree) == (KIND, "dynamic") else ((1, 20, 64), 24)
+    waiting = [Request(PROMPTS[length], most if length == 20 else 24) for length in lengths]
     count, accepted = len(waiting), 0
     with torch.no_grad(), Batch(engine_of(*pairs(kind)), 3, TREES[tree], 560) as batch:
         while waiting or batch.running:
