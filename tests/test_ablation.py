@@ -179,10 +179,11 @@ class TestRows:
             assert any(step["h_norm"] for step in own) == any(step["h_ema"] for step in own) == (row["egag"] == "True")
 
     def test_a_seed_gives_the_targets_own_sample(self):
-        options = ["--processor", "topk", "2", "500", "--seeds", "0,7"]
+        """tests/test_cli_decoding.py has every method."""
+        options = ["--processor", "topk", "2", "500", "--seeds", "0,7", "--groups", "target_ar,egag,nasd,block_tree"]
         assert main([*SHORT, *options]) == 0
         found = rows(Path("ablation_results.csv"))
-        assert len(found) == 2 * len(GROUPS) and {row["matches_target_ar"] for row in found} == {"True"}
+        assert len(found) == 2 * 4 and {row["matches_target_ar"] for row in found} == {"True"}
         assert {(row["processor"], row["processor_args"]) for row in found} == {("topk", "temperature=2.0 top_k=500")}
         assert len({row["output_text"] for row in found if row["group"] == BASELINE}) == 2
 

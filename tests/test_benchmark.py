@@ -42,10 +42,10 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
     "generate": ["generate", *TINY, "--max-length", "6"],
     "step": ["step", *TINY, "--context", "20", "--batch", "1,2"],
-    "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "12"],
+    "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "6"],
     "operations": ["operations", "--device", "cpu"],
     "drafters": [
-        *("drafters", "--device", "cpu", "--num-runs", "1", "--max-length", "6"),
+        *("drafters", "--device", "cpu", "--num-runs", "1", "--max-length", "4"),
         *("--block-drafter", "demo-block-causal"),
     ],
     "questions": ["questions", "--category", "docstring", "--drafters", "head", "--max-length", "8", "--device", "cpu"],
@@ -54,6 +54,7 @@ MODES = {
     "plain": ["plain", *TINY, "--max-length", "6", "--context", "9"],
     "serve": [
         *("serve", "--shape", "tiny", "--device", "cpu", "--max-concurrency", "2", "--request-rate", "40"),
+        *("--max-num-seqs", "2"),
         *("--num-prompts", "4", "--input-len", "5-9", "--output-len", "6", "--goodput", "ttft:1e6", "e2el:0"),
         *("--api-key", "secret", "--no-speculation"),
     ],
