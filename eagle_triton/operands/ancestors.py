@@ -10,9 +10,8 @@ WORD = 64  # bits in one word of an ancestor mask
 
 def ancestor_matrix(ancestors: Tensor, columns: int) -> Tensor:
     """Unpack ancestor words [B, N, W] int64 into a bool matrix [B, N, columns]: bit j of row i says that i sees j."""
-    column = torch.arange(columns, device=ancestors.device)
-    words = ancestors.gather(-1, (column // WORD).expand(*ancestors.shape[:-1], columns))
-    return (words >> (column % WORD)) & 1 == 1
+    bits = ancestors[..., None] >> torch.arange(WORD, device=ancestors.device)
+    return (bits & 1 == 1).flatten(-2)[..., :columns]
 
 
 def pack_ancestors(matrix: Tensor) -> Tensor:
