@@ -25,6 +25,7 @@ def run(*arguments: str) -> bool:
     """Run this Python with `arguments` in the root; True when it succeeds."""
     print(f"\n$ python {' '.join(arguments)}", flush=True)
     environment = {"OMP_NUM_THREADS": str(max(CPUS // WORKERS, 1)), **os.environ}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled once, what is tested is kept for each process
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment).returncode == 0
 
 
