@@ -223,8 +223,8 @@ class ModelWatch:
         return [(id(part), _addresses(part), _values(vars(part))) for part in modules]
 
     def runs_each_time(self) -> str | None:
-        """A sentence about the first called module with a hook or active dropout inside, which a graph would run only when
-        it is captured; None: there is none."""
+        """A sentence about the first called module with a hook or active dropout inside; None: there is none. A graph
+        would run these only when it is captured."""
         for path, module in self._called:
             for part in module.modules():
                 if hook := _hook(part):
