@@ -375,6 +375,28 @@ def test_what_a_forward_reads_of_its_modules_is_read_there(case):
             generated(model)
 
 
+def test_a_correction_of_softmax_scores_is_heard():
+    """ERNIE's. Where it is not zero, the mixtures are called."""
+    with skipped_if_unknown():
+        model = tiny_family("ernie4_5_moe").to(DEVICE)
+    corrections = [tensor for name, tensor in model.named_parameters() if "moe_statics" in name]
+    with torch.no_grad():
+        for tensor in corrections:
+            tensor.zero_()
+    before = generated(model)
+    with optimize_with_triton(model)[1] as originals:
+        assert torch.equal(generated(model), before) and "moe_statics" not in str(originals)
+        with torch.no_grad():
+            for tensor in corrections:
+                tensor.copy_(torch.linspace(0, 0.4, tensor.numel()).view_as(tensor))
+        with pytest.raises(RuntimeError, match="e_score_correction_bias was changed in place"):
+            generated(model)
+    want = generated(model)
+    assert corrections and not torch.equal(want, before)
+    with optimize_with_triton(model)[1] as originals:
+        assert torch.equal(generated(model), want) and "moe_statics" in str(originals)
+
+
 @pytest.mark.parametrize("case", ["gemma", "gemma3_text"])
 def test_the_scale_of_embeddings_may_not_change_in_place(case):
     with skipped_if_unknown():

@@ -47,7 +47,7 @@ LONGROPE_TABLES = frozenset({"inv_freq"})  # of the last text's length; the engi
 CONFIG_FIELDS = (
     *("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp"),
     *("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "rope_parameters", "top_k_experts"),
-    *("is_causal", "attention_chunk_size"),
+    *("is_causal", "attention_chunk_size", "clip_qkv"),
 )
 """Fields of a configuration that the forwards of any family read each time they run."""
 
@@ -61,8 +61,8 @@ MODULE_FIELDS = {
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
 
-READ_ONCE = ("embed_scale",)
-"""Buffers that are read as numbers."""
+READ_ONCE = {"_buffers": "embed_scale", "_parameters": "e_score_correction_bias"}
+"""A buffer and a parameter that are read as numbers. The parameter, of ERNIE's routers, must be zero."""
 
 DECOMPRESSED = (
     "the own forward of a compressed model puts compressed-tensors' offloading around every layer (load the model "
@@ -142,8 +142,8 @@ class ModelWatch:
         numbers = {
             f"{path}.{name}": tensor
             for path, module, called in parts
-            for name in READ_ONCE
-            if not called and (tensor := module._buffers.get(name)) is not None
+            for kind, name in READ_ONCE.items()
+            if not called and (tensor := getattr(module, kind).get(name)) is not None
         }
         copies = {**(copied or {}), **numbers}
         self._copied = [(path, tensor, _version(tensor)) for path, tensor in copies.items()]
