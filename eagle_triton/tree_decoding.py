@@ -73,7 +73,7 @@ __all__ = [
 
 _TOP_K_LIMIT = 64
 _MOST_ORDERS = 2**31 - 1  # an int32 packs a place of the lattice and a node
-_BUILD_WARPS = 2  # measured on one H200, 60 nodes of 710 candidates: 9.8 µs; 1 warp 13.4, 4 warps 9.9, 8 warps 10.3
+_BUILD_WARPS = 2  # of an earlier form on one H200, 60 nodes of 710 candidates: 9.8 µs; 1 warp 13.4, 4 warps 9.9, 8 10.3
 
 
 # ---------------------------------------------------------------------------------------------------------- top-k
