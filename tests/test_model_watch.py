@@ -22,8 +22,11 @@ from eagle_triton import (
     optimize_with_triton,
     restore_eagle,
 )
+from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_watch import ModelWatch
+from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.patching import PatchError
 from tests.tiny import random_prompt, tiny_model
 
@@ -327,6 +330,25 @@ def test_keys_of_earlier_prompts_are_not_reused_if_a_called_module_may_have_chan
     assert len({tuple(output.flatten().tolist()) for output in outputs}) > 1
     if how != "dropout":
         assert torch.equal(outputs[1], model.generate(prompt, max_new_tokens=8))
+
+
+def test_a_hook_inside_a_called_module_is_run_without_graphs(m):
+    """A graph would run it only when it is captured."""
+    model = m.base_model
+    linear = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = Scaled(linear, "nothing")
+    watch = ModelWatch({"model": model})
+    engine = Engine(read_causal_lm(model), None, make_operations(), watch=watch)
+    engine.cuda_graph = True
+    engine.check_model()
+    assert engine.cuda_graph and not engine.notes
+    handle = linear.register_forward_hook(lambda module, inputs, output: output)
+    engine.check_model()
+    assert not engine.cuda_graph
+    expected = "model.model.layers.1.mlp.up_proj is called, and has a forward hook inside"
+    assert engine.notes["cuda_graph"] == f"not used, which is several times slower: {expected}"
+    handle.remove()
+    assert watch.runs_each_time() is None
 
 
 @pytest.mark.parametrize(

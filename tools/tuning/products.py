@@ -119,9 +119,9 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     swap = rows <= 32 or rows > 128  # as measured: the others are as fast at best
     block_m = _block_m(swap, rows)
     for block_n, block_k, splits, (w_stages, x_stages), warps in itertools.product(
-        (32, 64, 128),
+        (32, 64, 128, 256),
         (64, 128, 256),
-        (1, 2, 3, 4, 5, 6),
+        (1, 2, 3, 4, 5, 6, 8),
         ((2, 2), (3, 3), (4, 3), (4, 4), (5, 3), (5, 4), (6, 4)),
         (4, 8),
     ):
@@ -136,7 +136,7 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
             continue
         if block_k == 256 and rows > 16:  # x's tiles would be as wide
             continue
-        if few and (warps == 8 or (w_stages == 5 and block_k < 256)):
+        if few and (warps == 8 or (w_stages == 5 and block_k < 256) or block_n == 256 or splits == 8):
             continue
         if not few and (block_k == 128 or w_stages in (2, 6) or shared < _SHARED_MEMORY * 3 // 8):
             continue
