@@ -332,6 +332,21 @@ def test_keys_of_earlier_prompts_are_not_reused_if_a_called_module_may_have_chan
         assert torch.equal(outputs[1], model.generate(prompt, max_new_tokens=8))
 
 
+def test_an_activation_that_is_a_function_is_compared_far_from_zero_and_may_not_change(m):
+    mlp = m.base_model.model.layers[1].mlp
+    own = mlp.act_fn
+    del mlp.act_fn
+    mlp.act_fn = lambda x: own(x).clamp(max=4.2)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.act_fn must be SiLU or GELU with tanh"):
+        optimize_with_triton(m.base_model)
+    mlp.act_fn = torch.nn.functional.silu
+    with optimize_with_triton(m.base_model)[1]:
+        m.base_model.generate(PROMPT, max_new_tokens=2)
+        mlp.act_fn = torch.nn.functional.gelu
+        with pytest.raises(RuntimeError, match=r"layers\.1\.mlp\.act_fn was changed"):
+            m.base_model.generate(PROMPT, max_new_tokens=2)
+
+
 def test_a_hook_inside_a_called_module_is_run_without_graphs(m):
     """A graph would run it only when it is captured."""
     model = m.base_model

@@ -56,7 +56,7 @@ MODULE_FIELDS = {
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # for SafeAILab's models
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     *("first_kv_shared_layer_idx", "max_norm", "use_rope", "with_scale", "has_bias"),
-    *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "act_fn"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""

@@ -228,7 +228,8 @@ class ModuleReader:
     def activation(self, path: str) -> str:
         """The name in ACTIVATIONS of the activation at a dotted path."""
         activation = self.value(path)
-        probe = torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu")
+        near, far = (torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu") * step for step in (1, 50))
+        probe = torch.cat((near, far))
         for name, known in ACTIVATIONS.items():
             if torch.allclose(activation(probe), known(probe), atol=1e-6):
                 return name
