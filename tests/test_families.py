@@ -337,6 +337,7 @@ def test_a_field_that_no_forward_declares_changes_nothing(models, case, field, v
 @pytest.mark.parametrize(("field", "value", "message"), [
     ("is_causal", False, "is_causal must be True: False lets tokens see later ones"),
     ("attention_chunk_size", 4, "attention_chunk_size must be None: 4 drops keys"),
+    ("kv_sharing_modes", ["reuse"] * 4, "kv_sharing_modes must be None"),
     ("layer_types", ["chunked_attention"] * 4, r"layer_types\[0\] must be one of .*, got 'chunked_attention'"),
 ])  # fmt: skip
 def test_a_field_that_transformers_reads_of_every_family_is_refused(case, field, value, message):

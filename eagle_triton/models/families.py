@@ -259,6 +259,14 @@ NEUTRAL_FIELDS = frozenset(
 """Fields that modules show, that are checked where they are read, or that no forward reads while decoding."""
 
 
+READ_OF_ALL: dict[str, tuple[bool | None, str]] = {
+    "is_causal": (True, "lets tokens see later ones"),
+    "attention_chunk_size": (None, "drops keys from the cache"),
+    "kv_sharing_modes": (None, "lets layers share keys"),
+}
+"""Fields that transformers' masks and caches read of any configuration: their neutral values, and what others do."""
+
+
 def family_of(config: Any) -> Family | None:
     """The row for a configuration; None for an unknown family."""
     kind = getattr(config, "model_type", None)
@@ -308,12 +316,10 @@ def check_config(config: Any, where: str) -> str | None:
     family = FAMILIES[config.model_type]
     if reason := _varied(config):
         return f"{where}.config: {config.model_type} {reason}"
-    for name, neutral, effect in (
-        ("is_causal", True, "lets tokens see later ones"),
-        ("attention_chunk_size", None, "drops keys from the cache"),
-    ):  # transformers reads them of any configuration
-        if getattr(config, name, neutral) not in (neutral, None):
-            return f"{where}.config.{name} must be {neutral}: {getattr(config, name)!r} {effect}"
+    for name, (neutral, effect) in READ_OF_ALL.items():
+        value, read = getattr(config, name, None), name == "kv_sharing_modes" and family.shared_caches
+        if value not in (neutral, None) and not read:
+            return f"{where}.config.{name} must be {neutral}: {value!r} {effect}"
     known = {*NEUTRAL_FIELDS, *family.config_fields, *fields_of_all()}
     for name, default in declared_fields(type(config)).items():
         if name not in known and getattr(config, name, default) not in (default, None, False):

@@ -47,7 +47,7 @@ LONGROPE_TABLES = frozenset({"inv_freq"})  # of the last text's length; the engi
 CONFIG_FIELDS = (
     *("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp"),
     *("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "rope_parameters", "top_k_experts"),
-    *("is_causal", "attention_chunk_size", "clip_qkv"),
+    *("is_causal", "attention_chunk_size", "kv_sharing_modes", "clip_qkv"),
 )
 """Fields of a configuration that the forwards of any family read each time they run."""
 
