@@ -368,6 +368,10 @@ def test_what_a_forward_reads_of_its_modules_is_read_there(case):
         body.embedding_multiplier = 3
     want = generated(model)
     assert not torch.equal(want, before)
+    if case != "smollm3":
+        model.config.logits_scaling = 5.0
+    logits = generated(model, return_dict_in_generate=True, output_logits=True, max_new_tokens=1).logits[0]
+    torch.testing.assert_close(first_logits(model), logits, atol=1e-4, rtol=1e-4)
     with optimize_with_triton(model)[1]:
         assert torch.equal(generated(model), want)
         place, name = (body.layers[0].self_attn, "use_rope") if case == "smollm3" else (body, "embedding_multiplier")

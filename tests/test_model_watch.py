@@ -1,6 +1,7 @@
 """Whatever a model computes beside its weights is refused by name: when it is read, and when it came later."""
 
 import copy
+import functools
 import gc
 import importlib
 import operator
@@ -23,6 +24,7 @@ from eagle_triton import (
     restore_eagle,
 )
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.memory.pages import PagePool
 from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
@@ -298,38 +300,60 @@ def test_a_step_of_an_optimizer_drops_kept_prompts(m, fused):
 
 
 class Scaled(nn.Module):
-    """A layer that is called, with what its output is multiplied by where nothing sees it."""
+    """A layer that is called, with a factor where nothing sees it."""
 
     strength = 1.0
 
-    def __init__(self, layer: nn.Module, how: str):
+    def __init__(self, layer: nn.Module):
         super().__init__()
-        self.base_layer, self.dropout = layer, nn.Dropout(0.5 if how == "dropout" else 0.0)
-        self.factor = (lambda: self.strength) if how == "a class of one's own" else None
-        if how == "a hook":
-            layer.register_forward_hook(lambda module, inputs, output: output * Scaled.strength)
+        self.base_layer = layer
 
     def forward(self, x):
-        return self.dropout(self.base_layer(x)) * (1.0 if self.factor is None else self.factor())
+        return self.base_layer(x) * self.strength
 
 
 @pytest.mark.parametrize("how", ["a hook", "a class of one's own", "dropout"])
 def test_keys_of_earlier_prompts_are_not_reused_if_a_called_module_may_have_changed(m, how, monkeypatch):
-    model, prompt = m.base_model, random_prompt(150)
-    attention = model.model.layers[0].self_attn
-    attention.v_proj = Scaled(attention.v_proj, how)
+    model, prompt, forgets = m.base_model, random_prompt(150), []
+    attention, forget = model.model.layers[0].self_attn, PagePool.forget
+    monkeypatch.setattr(PagePool, "forget", lambda self: (forgets.append(self), forget(self)))
+    linear, dropout = attention.v_proj, nn.Dropout(0.5).eval()
+    attention.v_proj = Scaled(linear) if how == "a class of one's own" else nn.Sequential(linear, dropout)
+    if how == "a hook":
+        linear.register_forward_hook(lambda module, inputs, output: output * Scaled.strength)
     with optimize_with_triton(model)[1] as originals:
-        outputs = [model.generate(prompt, max_new_tokens=8)]
-        if how == "dropout":
-            attention.v_proj.dropout.train()
-            outputs += [model.generate(prompt, max_new_tokens=8) for _ in range(3)]
-        else:
-            monkeypatch.setattr(Scaled, "strength", -1.5)
-            outputs.append(model.generate(prompt, max_new_tokens=8))
-        assert not originals.report()[0].fallbacks
-    assert len({tuple(output.flatten().tolist()) for output in outputs}) > 1
+        first = model.generate(prompt, max_new_tokens=8)
+        dropout.train(how == "dropout")
+        monkeypatch.setattr(Scaled, "strength", -1.5)
+        forgets.clear()
+        second = model.generate(prompt, max_new_tokens=8)
+        assert forgets and not originals.report()[0].fallbacks
+        reason = {"a hook": "a forward hook inside", "dropout": "active dropout inside"}.get(
+            how, "Scaled inside is not"
+        )
+        assert f"self_attn.v_proj is called, and {'' if 'Scaled' in reason else 'has '}{reason}" in str(originals)
+    assert not torch.equal(first, second)
     if how != "dropout":
-        assert torch.equal(outputs[1], model.generate(prompt, max_new_tokens=8))
+        assert torch.equal(second, model.generate(prompt, max_new_tokens=8))
+
+
+@pytest.mark.parametrize(
+    "registry", ["modeling_utils.ALL_ATTENTION_FUNCTIONS", "masking_utils.ALL_MASK_ATTENTION_FUNCTIONS"]
+)
+def test_attention_that_is_replaced_in_transformers_registry_is_refused(m, registry):
+    home, name = registry.split(".")
+    functions = getattr(importlib.import_module(f"transformers.{home}"), name)
+    model, own = m.base_model, functions["sdpa"]
+    message = rf'{name}\["sdpa"\] of transformers was replaced by '
+    try:
+        with optimize_with_triton(model)[1]:
+            functions["sdpa"] = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
+            with pytest.raises(RuntimeError, match=message):
+                model.generate(PROMPT, max_new_tokens=2)
+        with pytest.raises(UnsupportedModelError, match=message):
+            optimize_with_triton(model)
+    finally:
+        functions["sdpa"] = own
 
 
 def test_an_activation_that_is_a_function_is_compared_far_from_zero_and_may_not_change(m):
@@ -351,37 +375,24 @@ def test_a_hook_inside_a_called_module_is_run_without_graphs(m):
     """A graph would run it only when it is captured."""
     model = m.base_model
     linear = model.model.layers[1].mlp.up_proj
-    model.model.layers[1].mlp.up_proj = Scaled(linear, "nothing")
+    model.model.layers[1].mlp.up_proj = nn.Sequential(linear)
     watch = ModelWatch({"model": model})
     engine = Engine(read_causal_lm(model), None, make_operations(), watch=watch)
     engine.cuda_graph = True
     engine.check_model()
-    assert engine.cuda_graph and not engine.notes
+    assert engine._captures and not engine.notes
     handle = linear.register_forward_hook(lambda module, inputs, output: output)
     engine.check_model()
-    assert not engine.cuda_graph
+    assert not engine._captures
     expected = "model.model.layers.1.mlp.up_proj is called, and has a forward hook inside"
     assert engine.notes["cuda_graph"] == f"not used, which is several times slower: {expected}"
     handle.remove()
-    assert watch.runs_each_time() is None
-
-
-@pytest.mark.parametrize(
-    "registry", ["modeling_utils.ALL_ATTENTION_FUNCTIONS", "masking_utils.ALL_MASK_ATTENTION_FUNCTIONS"]
-)
-def test_attention_that_is_replaced_in_transformers_registry_is_refused(m, registry):
-    home, name = registry.split(".")
-    functions = getattr(importlib.import_module(f"transformers.{home}"), name)
-    model, own = m.base_model, functions["sdpa"]
-    try:
-        with optimize_with_triton(model)[1]:
-            functions["sdpa"] = lambda *args, **kwargs: own(*args, **kwargs)
-            with pytest.raises(RuntimeError, match=rf'{name}\["sdpa"\] of transformers was replaced by tests'):
-                model.generate(PROMPT, max_new_tokens=2)
-        with pytest.raises(UnsupportedModelError, match=rf'{name}\["sdpa"\] of transformers was replaced by tests'):
-            optimize_with_triton(model)
-    finally:
-        functions["sdpa"] = own
+    engine.check_model()
+    assert engine._captures and "cuda_graph" not in engine.notes
+    engine.strict = True
+    linear.register_forward_hook(lambda module, inputs, output: output)
+    with pytest.raises(RuntimeError, match=r"up_proj is called, and has a forward hook inside, which .* strict=True"):
+        engine.check_model()
 
 
 def test_a_session_goes_on_once_a_hook_is_removed(m):

@@ -708,6 +708,7 @@ def test_methods_of_generation_that_a_class_replaces_run_or_are_refused(name, mo
     model = causal_lm(vocab=VOCAB, layers=1)
     own, calls = getattr(type(model), name), []
 
+    @functools.wraps(own)
     def noted(*args, **kwargs):
         calls.append(name)
         return own(*args, **kwargs)

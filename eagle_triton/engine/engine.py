@@ -119,6 +119,7 @@ class Engine:
         self.accept_lengths: list[int] = []  # for each step of the last generation's last sequence
         self.notes: dict[str, str] = {}
         self.launched = 0  # steps so far
+        self._each_time: str | None = None  # why launches are not captured
         self.number = 0  # among the engines of its ranks
         self.device = self.view.device
         if self.view.ranks is not None:
@@ -225,15 +226,33 @@ class Engine:
             self.pool.forget()
         weights, before = self.watch.versions(), self._weights
         each_time = self.watch.runs_each_time()
-        if each_time is not None and self.cuda_graph:
-            self.cuda_graph = False
-            self._forget_graphs()
-            self.notes["cuda_graph"] = f"not used, which is several times slower: {each_time}"
-            log.warning("steps without a CUDA graph, several times slower: %s", each_time)
-        if weights is None or weights != before or each_time is not None or self.watch.has_unknown_code():
+        self._launch_each_time(each_time)
+        hidden = each_time or self.watch.unknown_code()
+        if hidden is not None and self.prefixes:
+            self.notes["prefixes"] = f"computed again: {hidden}, so earlier keys and values may be wrong"
+        if weights is None or weights != before or hidden is not None:
             self._weights = weights
             self.pool.forget()
         return before is not None and weights != before
+
+    def _launch_each_time(self, reason: str | None) -> None:
+        """Use no graphs for this reason, or use them again. Raises RuntimeError if `strict` forbids that."""
+        if reason == self._each_time:
+            return
+        if self.cuda_graph and reason is not None:
+            if self.strict:
+                raise RuntimeError(f"{reason}, which a CUDA graph would not run each time, as strict=True demands one")
+            log.warning("steps without a CUDA graph, several times slower: %s", reason)
+            self.notes["cuda_graph"] = f"not used, which is several times slower: {reason}"
+        elif self._each_time is not None:
+            self.notes.pop("cuda_graph", None)
+        self._each_time = reason
+        self._forget_graphs()
+
+    @property
+    def _captures(self) -> bool:
+        """Whether launches are captured in graphs."""
+        return self.cuda_graph and self._each_time is None
 
     def _check_autocast(self) -> None:
         if torch.is_autocast_enabled(self.device.type):
@@ -340,7 +359,7 @@ class Engine:
 
         A key begins with the sequences or with a state of them.
         """
-        if not (self.cuda_graph and self.ops.kernels and self.device.type == "cuda"):
+        if not (self._captures and self.ops.kernels and self.device.type == "cuda"):
             return launches
         if key in self._prompt_launches:
             return self._prompt_launches[key]
@@ -386,7 +405,7 @@ class Engine:
 
     def has_step(self, state: DecodeState) -> bool:
         """Whether a step for this state has been captured in at least one mode, or needs no capture."""
-        return not self.cuda_graph or any(known is state for known, _ in self._steps)
+        return not self._captures or any(known is state for known, _ in self._steps)
 
     def compile_ahead(self, state: DecodeState, mode: Mode, before: Callable[[], None] | None = None) -> None:
         """Compile in parallel everything that `before` and then a step for this state will launch, once for each mode.
@@ -504,7 +523,7 @@ class Engine:
     ) -> Callable[[], None]:
         """Launches over a state, as a graph if graphs are on and the capture works. If it fails, a note under `path`
         says why."""
-        if not (self.cuda_graph and state.tokens.is_cuda):
+        if not (self._captures and state.tokens.is_cuda):
             return launches
         capture = functools.partial(StepGraph, launches, state, self.ops, ranks=self.view.ranks, what=what)
         return self._captured(key, lambda: capture(pool=self._pool()), launches, path, what)

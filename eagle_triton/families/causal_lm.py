@@ -33,7 +33,6 @@ from eagle_triton.models.families import (
     check_config,
     family_of,
     logit_cap,
-    logit_number,
     short_rope_length,
     text_config,
     unknown_family,
@@ -103,8 +102,8 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         norm=inner.norm("norm"),
         head=replace(
             read.projection("lm_head"),
-            factor=logit_number(model, family.logit_factor),
-            divisor=logit_number(model, family.logit_divisor),
+            factor=float(_field(config, family.logit_factor, 1.0)),
+            divisor=float(_field(config, family.logit_divisor, 1.0)),
             cap=logit_cap(model.config),
         ),
         embedding_scale=read_embedding_scale(body.embed_tokens) * inner.factor(family.embedding_scale),

@@ -274,14 +274,6 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES.get(language) if kind == language or kind in WITH_IMAGES else None
 
 
-def logit_number(model: Any, name: str | None) -> float:
-    """A number by which a model scales its logits: its own attribute, or a field of its configuration; 1 without a
-    name."""
-    if name is None:
-        return 1.0
-    return float(getattr(model, name, getattr(text_config(model.config), name)))
-
-
 def logit_cap(config: Any) -> float | None:
     """The soft cap of a target's logits; None: there is none. The forward of a Gemma 3 that reads images has none,
     whatever its language model's configuration has."""

@@ -56,7 +56,7 @@ MODULE_FIELDS = {
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # for SafeAILab's models
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     *("first_kv_shared_layer_idx", "max_norm", "use_rope", "with_scale", "has_bias"),
-    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "act_fn"),
+    *("embedding_multiplier", "residual_multiplier", "act_fn"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
@@ -108,7 +108,7 @@ def interference(root: nn.Module, path: str) -> str | None:
     """A sentence about the first thing below `root` that changes what its modules compute; None: there is none."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "torch has global forward hooks, which would not run"
-    if _attends_by_sdpa(getattr(root, "config", None)) and (replaced := _replaced_sdpa()):
+    if replaced := _replaced_attention(getattr(root, "config", None)):
         return f"{replaced}, which would not run"
     own = type(root).__module__.rpartition(".")[0] if hasattr(root, "ea_layer") else ""
     for where, module, called in modules_read(root, path):
@@ -152,7 +152,6 @@ class ModelWatch:
         owners = [part for part in self._read if part.config is not None]
         configs = {id(part.config): (f"{part.path}.config", part.config) for part in reversed(owners)}
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
-        self._attends_by_sdpa = any(_attends_by_sdpa(config) for _, config, _ in self._configs)
         self._with_dropout = [part for part in self._read if part.constants.get("attention_dropout")]
         self._fast_facts = _FastFacts(self._read, [module for _, module in self._called])
         self._optimizer_steps, self._stop_counting = _count_optimizer_steps(self)
@@ -169,8 +168,9 @@ class ModelWatch:
         for part in self._with_dropout:
             if part.module.training:
                 return f"{part.path} is in training mode with attention_dropout, which would not run: call model.eval()"
-        if self._attends_by_sdpa and (replaced := _replaced_sdpa()):
-            return f"{replaced}, which would not run"
+        for _, config, _ in self._configs:
+            if replaced := _replaced_attention(config):
+                return f"{replaced}, which would not run"
         for path, tensor, version in self._copied:
             if _version(tensor) != version:
                 return f"{path} was changed in place, but the engine reads a copy of it"
@@ -233,10 +233,14 @@ class ModelWatch:
                     return f"{path} is called, and has active dropout inside"
         return None
 
-    def has_unknown_code(self) -> bool:
-        """Whether a called module's forward is of an unknown package: then it may compute something else than before
-        although `called_state` is the same."""
-        return any(_is_unknown(part) for _, module in self._called for part in module.modules())
+    def unknown_code(self) -> str | None:
+        """A sentence about the first called module with a forward of an unknown package, which may compute something
+        else than before although `called_state` is the same; None: there is none."""
+        for path, module in self._called:
+            for part in module.modules():
+                if _is_unknown(part):
+                    return f"{path} is called, and {type(part).__name__} inside is not known"
+        return None
 
     def versions(self) -> int | None:
         """A number that grows with every change in place of the tensors that the last `change` saw; None: some tensor
@@ -408,25 +412,32 @@ def _hook(module: nn.Module) -> str | None:
 
 
 def _is_unknown(module: nn.Module) -> bool:
-    source = f"{type(module).forward.__module__}."
-    return not (source.startswith(OF_LAYERS) and _is_forward_of(module, vars(module).get("forward")))
+    own = vars(module).get("forward")
+    return not is_code_of(getattr(own, "__func__", own) or type(module).forward, OF_LAYERS)
 
 
-def _attends_by_sdpa(config: Any) -> bool:
-    return getattr(config, "_attn_implementation", None) == "sdpa"
+def is_code_of(function: Any, packages: tuple[str, ...]) -> bool:
+    """Whether a function, and all that it wraps, is code of these packages. Wrappers take over the names of what they
+    wrap."""
+    while function is not None:
+        source = getattr(function, "__globals__", {}).get("__name__", "")
+        if not f"{source}.".startswith((*packages, "contextlib.", "functools.")):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
-def _replaced_sdpa() -> str | None:
-    """A sentence about transformers' functions of the name "sdpa", if one was replaced in their public registries."""
+def _replaced_attention(config: Any) -> str | None:
+    """A sentence about transformers' functions for a configuration's kind of attention, if one was replaced in their
+    public registries."""
+    kind = getattr(config, "_attn_implementation", None)
     for home, name in (
         ("modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
         ("masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
     ):
-        functions = getattr(sys.modules.get(f"transformers.{home}"), name, {})
-        function = functions.get("sdpa")
-        source = getattr(function, "__module__", None) or ""
-        if function is not None and not source.startswith("transformers."):
-            return f'{name}["sdpa"] of transformers was replaced by {source}.{getattr(function, "__name__", function)}'
+        function = getattr(sys.modules.get(f"transformers.{home}"), name, {}).get(kind)
+        if function is not None and not is_code_of(function, ("transformers.", "torch.")):
+            return f'{name}["{kind}"] of transformers was replaced by {getattr(function, "__qualname__", function)}'
     return None
 
 

@@ -23,6 +23,7 @@ from transformers.generation import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_watch import is_code_of
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.hf_generate.decoding import decode
@@ -42,6 +43,7 @@ from eagle_triton.families.hf_generate.plan import Call
 from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
 from eagle_triton.patching import Fallback, PatchPoint
 
+OF_GENERATION = ("transformers.", "torch.", "eagle_triton.")
 ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
 """transformers' default number of drafts by an assistant, and the most that the engine drafts in a chain."""
 
@@ -72,12 +74,12 @@ def patch_points(model: Any, drafting: Drafting, assisted: Callable[[Assistance]
             raise UnsupportedModelError(f"transformers' GenerationMixin.{name} is missing: this version is not known")
         own = getattr(type(model), name, None)
         of_family = name == "prepare_inputs_for_generation" and own.__module__.startswith("transformers.models.")
-        replaced = not original.__module__.startswith("transformers.")
+        replaced = not is_code_of(original, OF_GENERATION)
         if name in vars(model) or replaced or not (own is original or of_family):
             raise UnsupportedModelError(f"model.{name} must be transformers' own, which the engine replaces")
     methods = methods_of(model)
     for name in PRIVATE_METHODS:
-        if name in vars(model) or not methods[name].__module__.startswith("transformers."):
+        if name in vars(model) or not is_code_of(methods[name], OF_GENERATION):
             raise UnsupportedModelError(f"model.{name} must be transformers' own, which would not run")
     signature = inspect.signature(GenerationMixin.generate)
     ahead = ReadAhead(*drafting)

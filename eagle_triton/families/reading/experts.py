@@ -293,11 +293,12 @@ def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> R
     found = [one.weights.sort(dim=1).values.float() for one in routes]
     same = [float((one == given).float().mean()) for one in found]
     best = same.index(max(same))
+    chosen = out[0] if out[2].is_floating_point() else out[2]  # GraniteMoE's, in transformers 5.17, come first
     fits = torch.zeros(1)
-    if found[best].shape == given.shape:
+    if found[best].shape == given.shape == chosen.shape:
         fits = torch.isclose(found[best], given, rtol=0.02, equal_nan=True).all(1)
-        fits &= (routes[best].experts.sort(dim=1).values == out[2].sort(dim=1).values).all(1)
-    if fits.float().mean() < 0.9:  # of scores that are equal within rounding, another expert may be chosen
+        fits &= (routes[best].experts.sort(dim=1).values == chosen.sort(dim=1).values).all(1)
+    if fits.float().mean() < 0.75:  # of scores that are equal within rounding, another expert may be chosen
         raise _CalledAsItIs(f"has a router of {type(router).__name__}, which chooses in an unknown way")
     return ways[best]
 
