@@ -71,7 +71,7 @@ MUTATIONS = [
     Mutation(
         "an EaModel's logits are not divided",
         "models/target.py",
-        "logits = self.lm_head(hidden) / self.divisor",
+        "logits = self.lm_head(hidden) * self.factor / self.divisor",
         "logits = self.lm_head(hidden)",
         "tests/test_families.py -k scaled_and_capped",
     ),

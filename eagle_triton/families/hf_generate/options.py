@@ -31,6 +31,12 @@ Classes of transformers may prepare a forward's inputs in their own way (Phi-3, 
 the same.
 """
 
+NOT_RUN = (
+    *("_sample", "_prefill", "_has_unfinished_sequences"),
+    *("_update_model_kwargs_for_generation", "prepare_inputs_for_generation"),
+)
+"""Methods of transformers' mixin that the engine does not call. It calls the others, also if they were replaced."""
+
 PRIVATE_METHODS = tuple(
     name
     for name, method in vars(GenerationMixin).items()

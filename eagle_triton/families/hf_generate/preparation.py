@@ -30,6 +30,7 @@ from eagle_triton.families.hf_generate.decoding import decode
 from eagle_triton.families.hf_generate.options import (
     CACHE_NAMES,
     CARRIES_POSITIONS,
+    NOT_RUN,
     OWN_METHODS,
     PRIVATE_METHODS,
     are_assumed,
@@ -74,12 +75,14 @@ def patch_points(model: Any, drafting: Drafting, assisted: Callable[[Assistance]
             raise UnsupportedModelError(f"transformers' GenerationMixin.{name} is missing: this version is not known")
         own = getattr(type(model), name, None)
         of_family = name == "prepare_inputs_for_generation" and own.__module__.startswith("transformers.models.")
-        replaced = not is_code_of(original, OF_GENERATION)
+        replaced = name in NOT_RUN and not is_code_of(original, OF_GENERATION)
         if name in vars(model) or replaced or not (own is original or of_family):
             raise UnsupportedModelError(f"model.{name} must be transformers' own, which the engine replaces")
     methods = methods_of(model)
     for name in PRIVATE_METHODS:
-        if name in vars(model) or not is_code_of(methods[name], OF_GENERATION):
+        own = methods[name]
+        replaced = own is not getattr(GenerationMixin, name) or name in NOT_RUN
+        if name in vars(model) or (replaced and not is_code_of(own, OF_GENERATION)):
             raise UnsupportedModelError(f"model.{name} must be transformers' own, which would not run")
     signature = inspect.signature(GenerationMixin.generate)
     ahead = ReadAhead(*drafting)

@@ -293,11 +293,16 @@ def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> R
     found = [one.weights.sort(dim=1).values.float() for one in routes]
     same = [float((one == given).float().mean()) for one in found]
     best = same.index(max(same))
-    chosen = out[0] if out[2].is_floating_point() else out[2]  # GraniteMoE's, in transformers 5.17, come first
+    logits, chosen = (out[2], out[0]) if out[2].is_floating_point() else (out[0], out[2])  # GraniteMoE's, under 5.17
     fits = torch.zeros(1)
     if found[best].shape == given.shape == chosen.shape:
         fits = torch.isclose(found[best], given, rtol=0.02, equal_nan=True).all(1)
-        fits &= (routes[best].experts.sort(dim=1).values == chosen.sort(dim=1).values).all(1)
+        ours, theirs = routes[best].experts.long().sort(dim=1).values, chosen.sort(dim=1).values
+        same_experts = (ours == theirs).all(1)
+        if correction is None:  # of equal logits, either expert may be chosen
+            ours, theirs = (logits.gather(1, experts).sort(dim=1).values for experts in (ours, theirs))
+            same_experts |= (ours == theirs).all(1)
+        fits &= same_experts
     if fits.float().mean() < 0.75:  # of scores that are equal within rounding, another expert may be chosen
         raise _CalledAsItIs(f"has a router of {type(router).__name__}, which chooses in an unknown way")
     return ways[best]
