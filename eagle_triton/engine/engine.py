@@ -48,6 +48,7 @@ KERNEL_REMEDY = "install versions that this package is tested with (docs/support
 
 CAPTURES = 3  # failed captures after which a step stays without a graph
 
+_AGAIN = "keys and values of earlier prompts are computed again, because a module may have changed"
 _BUSY = "another generation is running on this model; finish or close it first (docs/limits.md#threads)"
 
 
@@ -229,7 +230,9 @@ class Engine:
         self._launch_each_time(each_time)
         hidden = each_time or self.watch.unknown_code()
         if hidden is not None and self.prefixes:
-            self.notes["prefixes"] = f"computed again: {hidden}, so earlier keys and values may be wrong"
+            self.notes["prefixes"] = f"{_AGAIN}: {hidden}"
+        elif self.notes.get("prefixes", "").startswith(f"{_AGAIN}: "):
+            del self.notes["prefixes"]
         if weights is None or weights != before or hidden is not None:
             self._weights = weights
             self.pool.forget()

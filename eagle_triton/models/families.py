@@ -87,7 +87,7 @@ class Family:
 
     @property
     def config_fields(self) -> Iterator[str]:
-        """Configuration fields that the row names."""
+        """Configuration fields that the row names. Modules have scales of embeddings and updates by the same names."""
         for field in ("score_cap", "embedding_scale", "update_scale", "logit_divisor", "logit_factor", "logit_cap"):
             if (name := getattr(self, field)) is not None:
                 yield name

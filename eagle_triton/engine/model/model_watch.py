@@ -413,7 +413,9 @@ def _hook(module: nn.Module) -> str | None:
 
 def _is_unknown(module: nn.Module) -> bool:
     own = vars(module).get("forward")
-    return not is_code_of(getattr(own, "__func__", own) or type(module).forward, OF_LAYERS)
+    if own is None or is_tensor_parallel_forward(own):
+        own = type(module).forward
+    return not is_code_of(getattr(own, "__func__", own), OF_LAYERS)
 
 
 def is_code_of(function: Any, packages: tuple[str, ...]) -> bool:
