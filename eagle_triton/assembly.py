@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.beams import vocabulary_note, with_vocabulary
@@ -37,6 +38,10 @@ FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
 SUFFIX, NGRAM = "suffix", "ngram"  # names of drafts
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # tokens of drafts given by name; 15 and the root fill a tile of a product
 
+_COMPUTED_AGAIN = (
+    "keys and values of earlier prompts are computed again in 16 bits, where reused ones might change a token; "
+    "prefixes=True reuses them"
+)
 
 Options = TypeVar("Options", bound=EngineOptions)
 
@@ -142,6 +147,9 @@ def assemble(
     notes |= notes_on_stored(layers)
     if (called := note_on_mixtures(layers)) is not None:
         notes["experts"] = called
+    prefixes = view.dtype == torch.float32 if options.prefixes == "auto" else bool(options.prefixes)
+    if options.prefixes == "auto" and not prefixes:
+        notes["prefixes"] = _COMPUTED_AGAIN
     verification = options.verification
     if not verification.lossless:
         notes["verification"] = verification.summary
@@ -158,7 +166,7 @@ def assemble(
         watch,
         verification,
         cache_tokens=options.cache_tokens,
-        prefixes=options.prefixes,
+        prefixes=prefixes,
         one_launch=patch is None or patch.megakernel is not False,
     )
     engine.notes.update(notes)

@@ -13,7 +13,7 @@ from eagle_triton.engine.memory.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.families.reading.quantised_modules import EXACT, check_activations
 from eagle_triton.operands.verification import Verification
-from eagle_triton.values import check_range, check_switches, checked_integer
+from eagle_triton.values import check_range, check_switch_or_auto, check_switches, checked_integer
 
 Config = TypeVar("Config", bound="EngineOptions")
 MAX_TREE = 1024  # nodes of a tree, and its levels
@@ -50,18 +50,20 @@ class EngineOptions:
     cache_tokens: the tokens that the cache holds over all sequences, allocated at the first call. A request needs room
     for its prompt, its new tokens and about 130 more, and waits for it. None: the cache grows as needed.
     prefixes: keep the keys and values of prompts and answers, while there is room, for requests with the same
-    beginning. activations: for projections in FP8 or in four bits. "exact" reads the weights and does not round the
-    inputs; "as published" calls the modules, which round the inputs too if their weights are FP8. draft_dtype: "fp8"
-    drafts with copies of the draft's projections in eight bits, with a scale for each row; "int4" with copies in four
-    bits, with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide them). The target still
-    decides, so the output is the same. None: no copies.
+    beginning. In 16 bits what follows them may round differently than without them. "auto": only in fp32, so that a
+    call's output does not depend on earlier calls.
+    activations: for projections in FP8 or in four bits. "exact" reads the weights and does not round the inputs; "as
+    published" calls the modules, which round the inputs too if their weights are FP8.
+    draft_dtype: "fp8" drafts with copies of the draft's projections in eight bits, with a scale for each row; "int4"
+    with copies in four bits, with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide
+    them). The target still decides, so the output is the same. None: no copies.
     """
 
     verify_strategy: str = "target_match"
     suffix_drafts: int = 0
     draft_vocabulary: int | Collection[int] | None = None
     cache_tokens: int | None = None
-    prefixes: bool = True
+    prefixes: bool | str = True
     activations: str = EXACT
     draft_dtype: str | None = None
 
@@ -71,7 +73,7 @@ class EngineOptions:
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         check_cache_tokens(self.cache_tokens)
-        check_switches(prefixes=self.prefixes)
+        check_switch_or_auto("prefixes", self.prefixes)
         check_activations(self.activations)
         check_draft_dtype(self.draft_dtype)
 
@@ -98,6 +100,7 @@ class EngineOptions:
 class PatchOptions(EngineOptions):
     """Options of the calls that optimise a model in place, besides all of `EngineOptions`.
 
+    prefixes: as in `EngineOptions`, by default "auto".
     strict: raise if a part of the model would stay unpatched or a call would run the original. Otherwise the report
     lists and counts these.
     kernels: True uses the Triton kernels, False the torch references, None the kernels on a GPU.
@@ -108,6 +111,7 @@ class PatchOptions(EngineOptions):
     `strict`.
     """
 
+    prefixes: bool | str = "auto"
     strict: bool = False
     kernels: bool | None = None
     cuda_graph: bool | None = None
@@ -119,8 +123,7 @@ class PatchOptions(EngineOptions):
         for name in ("kernels", "cuda_graph"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False or None, got {getattr(self, name)!r}")
-        if self.megakernel != "auto" and not isinstance(self.megakernel, bool):
-            raise TypeError(f'megakernel must be True or False or "auto", got {self.megakernel!r}')
+        check_switch_or_auto("megakernel", self.megakernel)
 
 
 class PatchOptionNames(TypedDict, total=False):
@@ -130,7 +133,7 @@ class PatchOptionNames(TypedDict, total=False):
     suffix_drafts: int
     draft_vocabulary: int | Collection[int] | None
     cache_tokens: int | None
-    prefixes: bool
+    prefixes: bool | str
     activations: str
     draft_dtype: str | None
     strict: bool

@@ -50,6 +50,12 @@ def check_switches(**switches: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {value!r:.60}")
 
 
+def check_switch_or_auto(name: str, value: Any) -> None:
+    """Raise TypeError for what is neither True nor False nor "auto"."""
+    if not isinstance(value, bool) and value != "auto":
+        raise TypeError(f'{name} must be True or False or "auto", got {value!r:.60}')
+
+
 def check_choice(name: str, value: Any, known: Collection[Any]) -> None:
     """Raise ValueError for a value that is not among the known ones."""
     if value not in known:

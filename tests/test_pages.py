@@ -458,6 +458,25 @@ def test_the_report_counts_what_was_found_and_restoring_gives_all_back():
     assert torch.equal(model.eagenerate(tokens, max_new_tokens=10), first)
 
 
+def test_calls_of_a_model_in_16_bits_do_not_depend_on_each_other_unless_asked_to():
+    tokens = prompt(150, 3, vocab=12)[None]
+    for dtype, options, found in (
+        (torch.float32, {}, 128),
+        (torch.float32, {"prefixes": False}, 0),
+        (torch.bfloat16, {}, 0),
+        (torch.bfloat16, {"prefixes": True}, 128),
+    ):
+        model = tiny_model(**WARM).to(dtype)
+        with optimize_eagle_with_triton(model, megakernel=False, **options)[1] as originals:
+            first, second = (model.eagenerate(tokens, max_new_tokens=10) for _ in range(2))
+            report = {entry.path: entry for entry in originals.report()}
+        assert (report["prompt_tokens_found"].calls if found else 0) == found, (dtype, options)
+        assert found or torch.equal(first, second)
+        assert ("prefixes" in report) == (dtype == torch.bfloat16 and not options)
+    with pytest.raises(TypeError, match="prefixes must be True or False or \"auto\", got 'no'"):
+        optimize_eagle_with_triton(tiny_model(), prefixes="no")
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "64", 10**12])
 def test_a_cache_of_no_size_is_refused(value):
     with pytest.raises((ValueError, TypeError), match="cache_tokens must be"):
