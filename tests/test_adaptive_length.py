@@ -245,7 +245,7 @@ def answers(inference, prompts, count=20, **options):
 
 @pytest.fixture(scope="module")
 def by_the_target(demo):
-    return answers(EAGLEInference(None, demo, SpeculativeConfig()), demo_prompts(3))[0]
+    return answers(EAGLEInference(None, demo, SpeculativeConfig()), demo_prompts(2))[0]
 
 
 class TestEngine:
@@ -256,7 +256,7 @@ class TestEngine:
     )
     def test_the_output_is_the_targets(self, demo, by_the_target, tree, rule):
         inference = EAGLEInference(None, demo, EAGLEConfig(**TREES[tree], fallback=False, egag=rule))
-        found, pieces = answers(inference, demo_prompts(3), report_drafts=True)
+        found, pieces = answers(inference, demo_prompts(2), report_drafts=True)
         assert found == by_the_target
         depth = TREES[tree]["num_steps"]
         for piece in pieces:
@@ -299,34 +299,36 @@ class TestEngine:
         options = {"egag_scale": rule.scale, "egag_mode": rule.mode, "egag_ema_beta": rule.ema_beta}
         options |= {"gamma_min": rule.gamma_min}
         expected, _ = speculative_generate(
-            prompt, drafter, target, gamma=5, use_egag=True, max_gen_len=30, eos_tokens_id=10**6, use_cache=True,
+            prompt, drafter, target, gamma=5, use_egag=True, max_gen_len=24, eos_tokens_id=10**6, use_cache=True,
             trace=trace, **options,
         )  # fmt: skip
         config = EAGLEConfig(
             speculative=SpeculativeConfig(method="draft_model", num_speculative_tokens=5), egag=rule, fallback=False
         )
-        tokens, pieces = answers(EAGLEInference(drafter, target, config), [prompt], 30, stop_token_ids=[])
+        tokens, pieces = answers(EAGLEInference(drafter, target, config), [prompt], 24, stop_token_ids=[])
         assert tokens == [expected]
         steps = [step for step in trace if step.gamma is not None]
         assert len({step.gamma for step in steps}) > 1
         total = 1
         for piece, step in zip(pieces, steps, strict=False):
-            if total > 30 - 7:  # at the end the engine may draft one token more
+            if total > 24 - 7:  # at the end the engine may draft one token more
                 break
             total += step.emitted
             assert (piece.egag.gamma, piece.proposed, piece.accepted) == (step.gamma, step.proposed, step.accepted)
             assert piece.egag[:2] == pytest.approx((step.h_norm, step.h_ema), abs=1e-4)
         assert total > 15
 
-    @pytest.mark.parametrize("count", [15, 16, 20, 22])
-    def test_the_end_costs_no_step_more_than_without(self, demo, count):
+    def test_the_end_costs_no_step_more_than_without(self, demo):
         """A rule that is always sure drafts as a fixed chain does, up to the last token."""
         found = []
         for egag in (None, EGAGConfig(gamma_min=6, exact=True)):
             config = EAGLEConfig(**TREES["chain"], fallback=False, egag=egag)
             inference = EAGLEInference(None, demo, config)
-            answers(inference, demo_prompts(2), count)
-            found.append((inference.statistics.steps, inference.statistics.draft_forwards))
+            found.append([])
+            for count in (8, 9, 13, 15):
+                inference.reset_statistics()
+                answers(inference, demo_prompts(2), count)
+                found[-1].append((inference.statistics.steps, inference.statistics.draft_forwards))
         assert found[0] == found[1]
 
     def test_a_seeded_request_does_not_depend_on_its_neighbours(self, demo):
@@ -335,10 +337,9 @@ class TestEngine:
             **TREES["chain"], fallback=False, egag=EGAGConfig(scale=3.0), verify_strategy="rejection", temperature=1.0
         )
         prompts = demo_prompts(3)
-        for seed in (1, 2):
-            alone = answers(EAGLEInference(None, demo, config), prompts[:1], seed=[seed])[0]
-            together = answers(EAGLEInference(None, demo, config), prompts, seed=[seed, 7, 8])[0]
-            assert together[0] == alone[0]
+        alone = answers(EAGLEInference(None, demo, config), prompts[:1], seed=[1])[0]
+        together = answers(EAGLEInference(None, demo, config), prompts, seed=[1, 7, 8])[0]
+        assert together[0] == alone[0]
 
     def test_levels_follow_the_largest_gamma(self, demo):
         config = EAGLEConfig(**TREES["chain"], fallback=False, egag=EGAGConfig(scale=3.0))

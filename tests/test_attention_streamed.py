@@ -91,19 +91,17 @@ def memory_rows(cache: torch.Tensor, table: torch.Tensor | None, lengths: list[i
     return flat
 
 
+LATE, EARLY, PAGES_OF_64, PAGES_OF_128 = (None, False), (None, True), (64, True), (128, False)
+
+
 @pytest.mark.parametrize(
-    ("page_rows", "prefetch_before_wait"),
-    [(None, False), (None, True), (64, True), (128, False)],
-    ids=["dense, late", "dense, early", "pages of 64, early", "pages of 128, late"],
-)
-@pytest.mark.parametrize(
-    ("nodes", "group", "width", "words", "new_keys"),
+    ("nodes", "group", "width", "words", "new_keys", "page_rows", "prefetch_before_wait"),
     [
-        (1, 4, 64, 1, 1),
-        (1, 4, 64, 1, None),
-        (10, 2, 128, 1, None),
-        (60, 1, 64, 1, 60),
-        (70, 1, 80, 2, 70),
+        *((1, 4, 64, 1, 1, *way) for way in (LATE, PAGES_OF_64)),
+        *((1, 4, 64, 1, None, *way) for way in (EARLY, PAGES_OF_128)),
+        *((10, 2, 128, 1, None, *way) for way in (LATE, EARLY, PAGES_OF_64, PAGES_OF_128)),
+        (60, 1, 64, 1, 60, *EARLY),
+        *((70, 1, 80, 2, 70, *way) for way in (LATE, PAGES_OF_64)),
     ],
 )
 def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows, prefetch_before_wait):
@@ -159,8 +157,10 @@ def test_what_the_other_kernel_attends(window, softcap):
     assert found.kernel is launchers._tree_attention_kernel
 
 
-@pytest.mark.parametrize("page_rows", [None, 64], ids=["dense", "pages"])
-@pytest.mark.parametrize(("nodes", "group", "width", "words"), [(1, 8, 64, 1), (60, 1, 128, 1), (70, 2, 64, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "group", "width", "words", "page_rows"),
+    [(1, 8, 64, 1, None), (60, 1, 128, 1, 64), (70, 2, 64, 2, None), (70, 2, 64, 2, 64)],
+)
 def test_windows_that_hold_all_ancestors(nodes, group, width, words, page_rows):
     """Before every node's window lies NaN. Windows end on a tile's edge and elsewhere, or hold all keys."""
     torch.manual_seed(nodes)

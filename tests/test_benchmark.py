@@ -6,6 +6,8 @@ import functools
 import io
 import itertools
 import json
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from eagle_triton import EaModel, optimize_with_triton
-from eagle_triton.benchmarks import drafters, egag, generate, models, operations, step, timing
+from eagle_triton.benchmarks import batches, drafters, egag, generate, models, operations, prefill, serve, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import fix_acceptance, launch_scheduled_path, scheduled_path
 from eagle_triton.benchmarks.cases.case import Case, Provider
@@ -35,6 +37,7 @@ from eagle_triton.families import own_ea_model as native
 from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models import shapes
 from eagle_triton.reference import verification
+from tests.forked import start_program
 from tests.programs import recorded, refused
 from tests.tiny import random_prompt, tiny_model
 
@@ -74,9 +77,31 @@ class Written(NamedTuple):
     folder: Path
 
 
+FEWER = [(step, "WARM_UPS", 1), (prefill, "WARM_UPS", 1), (egag, "FIXED", (1, egag.MAX_DRAFTS))]
+FEWER += [(module, "CHECKED", 3) for module in (step, prefill, batches)]
+
+
+def run_code(argv):
+    """As `python -c`."""
+    sys.argv = ["-c", *argv[1:]]
+    exec(argv[0], {"__name__": "__main__"})
+
+
+@contextlib.contextmanager
+def forked(command, **_):
+    """As subprocess.Popen, of code that a forked process runs, which has imported most."""
+    assert command[:2] == [sys.executable, "-c"]
+    process = start_program(run_code, *command[2:])
+    process.terminate = functools.partial(process.send_signal, signal.SIGTERM)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """`ran(mode)`: a run of a mode as MODES has it, once for all tests."""
+    """`ran(mode)`: a run of a mode as MODES has it, once for all tests, and of fewer steps."""
 
     @functools.cache
     def run(mode):
@@ -86,7 +111,11 @@ def ran(tmp_path_factory):
         files = {option: folder / f"out.{option}" for option in ("json", "csv", "png")}
         options = ["--output", files["json"], "--csv", files["csv"], "--plot", files["png"]]
         options += ["--result-dir", folder / "vllm"] if mode == "serve" else []
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+            for module, name, value in FEWER:
+                patch.setattr(module, name, value)
+            if mode == "serve":
+                patch.setattr(serve, "subprocess", SimpleNamespace(Popen=forked, PIPE=None))
             assert benchmark.main([*MODES[mode], *map(str, options)]) == 0
         with open(files["csv"], newline="") as file:
             lines = list(csv.DictReader(file))

@@ -124,8 +124,13 @@ class PlainDrafts:
         return found[1:]
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        *((kind, "tree") for kind in KINDS if kind != "shifted"),  # as "yarn" is too
+        *((kind, "chain") for kind in ("in place", "vanilla", "rnn", "Domino", "DFlash2")),
+    ],
+)
 def test_drafts_of_every_step_are_the_best_of_a_plain_forward(kind, tree):
     model, drafter = target(), block_drafter(tree=tree, **KINDS[kind])
     inference = EAGLEInference(drafter, model, EAGLEConfig(fallback=False))
@@ -202,9 +207,7 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "sampled"), [("shifted", False), ("shifted", True), ("rnn", False), ("Domino", True)], ids=str
-)
+@pytest.mark.parametrize(("kind", "sampled"), [("rnn", False), ("shifted", True)], ids=str)
 def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes(kind, sampled):
     """Alone and together, with grafts, with shared beginnings, and from a plain step on."""
     model, beginning = target(2), random_prompt(70, VOCAB)[0].tolist()  # more than a page
@@ -402,6 +405,8 @@ def test_checkpoints_of_every_layout(layout, tmp_path):
     with optimize_with_triton(model, tmp_path / "drafter")[1] as originals:
         assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6), plain)
         assert generate_row(originals).calls == 1
+    if layout not in ("z-lab", "speculators"):
+        return  # other ways to name a checkpoint load it by the same functions
     model.save_pretrained(tmp_path / "target")
     config = EAGLEConfig(
         speculative=SpeculativeConfig(method="dflash", model=str(tmp_path / "drafter"), num_speculative_tokens=5)
@@ -526,7 +531,8 @@ def test_what_cannot_be_drafted_is_refused():
 
 def test_a_report_says_that_hardly_any_draft_is_right():
     """For features or positions off by one show in nothing else."""
-    model, drafter = target(), block_drafter()
+    model = tiny_model(vocab=VOCAB, layers=3).base_model
+    drafter = block_drafter(num_hidden_layers=1, causal=(False,), windows=(None,), feature_layers=(0, 1, 2))
     with torch.no_grad():
         drafter.norm.weight.zero_()  # token 0 is the best of all rows
     model.lm_head.weight.data[0].zero_()

@@ -22,7 +22,7 @@ from eagle_triton.speculative_decoding import (
 
 LENGTH = 20
 short = functools.partial(Settings, length=LENGTH)
-SAMPLED = Settings(length=10, processor="topknucleus", temperature=0.8, top_k=20, top_p=0.9)
+SAMPLED = Settings(length=7, processor="topknucleus", temperature=0.8, top_k=20, top_p=0.9)
 
 
 @pytest.fixture(scope="module")

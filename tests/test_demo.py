@@ -34,10 +34,10 @@ def prompts(model, count: int) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def greedy() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Prompts, and each with 40 tokens of the demo's target alone."""
+    """Prompts, and each with 24 tokens of the demo's target alone."""
     model = EaModel.from_pretrained("demo")
-    prompts = [model.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(3)]
-    return [(prompt, model.base_model.generate(prompt, max_new_tokens=40, do_sample=False)) for prompt in prompts]
+    prompts = [model.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(4)[2:]]
+    return [(prompt, model.base_model.generate(prompt, max_new_tokens=24, do_sample=False)) for prompt in prompts]
 
 
 @pytest.mark.slow
@@ -48,9 +48,9 @@ def greedy() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_optimised_equals_original(eagle3, tree):
     """The same tokens, and the same number of accepted drafts in every step."""
     model, count = EaModel.from_pretrained("demo", use_eagle3=eagle3, **TREES[tree]), len(LENGTHS) + 1
-    comparisons, report = compare(model, prompts(model, count), 12)
+    comparisons, report = compare(model, prompts(model, count), 8)
     assert {c.original.prompt_length for c in comparisons} >= set(LENGTHS)
-    assert all(c.original.new_tokens > 12 or 0 in c.original.tokens for c in comparisons)
+    assert all(c.original.new_tokens > 8 or 0 in c.original.tokens for c in comparisons)
     assert [c.first_difference for c in comparisons] == [None] * count
     assert all(c.same_tokens and c.same_accepted for c in comparisons)
     assert sum(sum(c.original.accepted) for c in comparisons) > 20
@@ -69,7 +69,7 @@ def test_tau_on_held_out_text(eagle3, least):
 
 @pytest.mark.parametrize(
     ("name", "chain", "least_of_chain", "least_of_tree"),
-    [("demo-gdn", 4, 2.2, 4.0), ("demo-moe", 3, 2.0, 3.5)],  # of longer texts 3.3 and 6.1, 3.0 and 6.2
+    [("demo-gdn", 4, 2.4, 5.2), ("demo-moe", 3, 2.5, 4.6)],  # of longer texts 3.3 and 6.1, 3.0 and 6.2
 )
 def test_other_demos_decode_as_transformers_does_and_trees_pay(name, chain, least_of_chain, least_of_tree):
     """Tokens per step, greedy, with a chain and with the tree 60/7/10."""
@@ -79,19 +79,19 @@ def test_other_demos_decode_as_transformers_does_and_trees_pay(name, chain, leas
     for topk, levels, nodes in ((1, chain, chain + 1), (10, 8, 60)):
         config = EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
         eagle = EAGLEInference.from_pretrained(name, config=config, device="cpu")
-        prompts = [eagle.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(3)]
+        prompts = [eagle.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(4)[2:]]
         if not expected:
-            options = dict(max_new_tokens=32, do_sample=False)
+            options = dict(max_new_tokens=24, do_sample=False)
             expected = [eagle.pair.target_model.generate(prompt, **options) for prompt in prompts]
         for prompt, want in zip(prompts, expected, strict=True):
-            assert torch.equal(eagle.generate(prompt, 32)[0], want)
+            assert torch.equal(eagle.generate(prompt, 24)[0], want)
         taus.append(eagle.statistics.tau)
     assert taus[0] > least_of_chain and taus[1] > max(taus[0], least_of_tree)
 
 
 def test_the_experts_of_the_mixture_run_by_their_weights():
     model = EaModel.from_pretrained("demo-moe", total_token=4, depth=3, top_k=1)
-    comparisons, report = compare(model, prompts(model, 2), 16)
+    comparisons, report = compare(model, prompts(model, 2), 8)
     assert all(c.same_tokens and c.same_accepted for c in comparisons)
     calls = {row.path: row.calls for row in report}
     assert calls["route"] > 0 and calls["experts_swiglu"] > 0 and "mixtures" not in str(report)
@@ -105,12 +105,12 @@ def with_draft_model() -> EAGLEInference:
 
 
 def test_chains_of_the_draft_model_pay_and_change_no_token(greedy):
-    """Tokens per step, greedy, with chains of four: more than 1.5."""
+    """Tokens per step, greedy, with chains of four: more than 2.5."""
     eagle = with_draft_model()
     assert len(eagle.pair.draft.layers) == 2 and eagle.pair.draft_model is not eagle.pair.target_model
-    for prompt, want in greedy[:2]:
-        assert torch.equal(eagle.generate(prompt, 40)[0], want)
-    assert eagle.statistics.tau > 1.5
+    for prompt, want in greedy:
+        assert torch.equal(eagle.generate(prompt, 24)[0], want)
+    assert eagle.statistics.tau > 2.5
 
 
 def test_the_draft_model_is_no_head():
@@ -134,14 +134,14 @@ def test_the_draft_model_is_small_and_shares_the_tokenizer():
 
 @pytest.mark.parametrize(
     ("name", "top_k", "nodes", "least"),
-    [("demo-block", 1, 8, 1.7), ("demo-block", 8, 60, 2.5), ("demo-block-causal", 8, 60, 2.5)],
+    [("demo-block", 1, 8, 1.9), ("demo-block", 8, 60, 2.9), ("demo-block-causal", 8, 60, 3.0)],
 )
 def test_block_drafters_pay_and_change_no_token(name, top_k, nodes, least, greedy):
     """Tokens per step, greedy, over 40 prompts: 2.2 with a chain of 7, 3.1 and 3.2 with trees of 60."""
     shape = dict(topk=top_k, num_steps=7, num_draft_tokens=nodes)
     eagle = EAGLEInference.from_pretrained("demo", name, EAGLEConfig(**shape, fallback=False), "cpu")
     for prompt, want in greedy:
-        assert torch.equal(eagle.generate(prompt, 40)[0], want)
+        assert torch.equal(eagle.generate(prompt, 24)[0], want)
     assert eagle.statistics.tau > least
 
 

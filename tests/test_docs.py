@@ -22,6 +22,7 @@ import pytest
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.engine.operations import Operations, operation_names
 from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.inference import eagle_inference
 from eagle_triton.sglang_plugin import patch_sglang
 from tests import sglang_stub
 from tools import results_page
@@ -81,6 +82,12 @@ def test_snippets_run_as_they_stand(page, capsys, tmp_path, monkeypatch):
 def test_engine_page(capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
+    measure = eagle_inference.measure_costs
+
+    def measure_few(engine, trees, batches, context, steps, least):
+        return measure(engine, trees, batches[:1], 16, 1, least)
+
+    monkeypatch.setattr(eagle_inference, "measure_costs", measure_few)
     names = run("docs/engine.md")
     printed = capsys.readouterr().out
     assert re.search(r"Acceptance rate: \d+\.\d\d%\nSpeedup: n/a x\n", printed)

@@ -68,7 +68,7 @@ def test_zero_centred_norms_in_target_and_head(eagle3, device):
         engine = Engine(target, drafter, make_operations(cuda), cuda_graph=cuda)
         prompts = [prompt.to(device) for prompt in PROMPTS]
         tokens = generate(
-            engine, prompts, draft.read_tree(), SamplingParams(), max_new_tokens=[40] * 4, eos_token_ids=()
+            engine, prompts, draft.read_tree(), SamplingParams(), max_new_tokens=[24] * 4, eos_token_ids=()
         )
         runs.append(([row.tolist() for row in tokens], list(engine.accept_lengths)))
     assert runs[0] == runs[1] and sum(runs[0][1]) > 0
@@ -91,7 +91,7 @@ def test_a_draft_of_ones_own_decodes_losslessly(model, device, count):
     view, _ = native.read(model.to(device))
     cuda = device == "cuda"
     engine = Engine(view, RepeatDraft(count), make_operations(cuda), cuda_graph=cuda)
-    prompts, limits = [prompt.to(device) for prompt in PROMPTS], [40, 25, 60, 25]
+    prompts, limits = [prompt.to(device) for prompt in PROMPTS], [30, 25, 40, 25]
 
     def run(chosen, spec, new):
         return generate(engine, chosen, spec, SamplingParams(), max_new_tokens=new, eos_token_ids=())

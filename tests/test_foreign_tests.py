@@ -1,9 +1,13 @@
 """tools/foreign_tests.py over a small suite: what ran where is counted, with reasons, and a regression is found."""
 
 import json
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from tests.forked import start_program
 from tools import foreign_tests
 
 SUITE = """
@@ -44,13 +48,33 @@ def test_that_generates_nothing():
 PLACE = "tests/generation/test_utils.py"
 
 
+def run_pytest(argv):
+    """In a process that was forked, which has not read PYTHONPATH."""
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    return pytest.main(argv)
+
+
+def run(command, cwd, env, check):
+    """As subprocess.run, in a process that has imported torch and transformers already."""
+    assert command[:3] == [sys.executable, "-m", "pytest"]
+    here = os.getcwd()
+    os.chdir(cwd)
+    try:
+        process = start_program(run_pytest, *command[3:], **env)
+        print(process.stdout.read(), process.stderr.read(), process.wait(), sep="\n")
+    finally:
+        os.chdir(here)
+
+
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     (source / "tests" / "generation").mkdir(parents=True)
     (source / "tests" / "generation" / "test_utils.py").write_text(SUITE)
     output = source / "found.json"
-    status = foreign_tests.main(["generation", "--source", str(source), "--stand-ins", "--output", str(output)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foreign_tests, "subprocess", SimpleNamespace(run=run))
+        status = foreign_tests.main(["generation", "--source", str(source), "--stand-ins", "--output", str(output)])
     return status, json.loads(output.read_text())
 
 

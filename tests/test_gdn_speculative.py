@@ -906,33 +906,33 @@ class TestGDNSpeculativeWorker:
         ids=["4x2", "3x4", "chain", "84 drafts"],
     )  # fmt: skip
     def test_greedy_output_is_the_targets_own(self, topk, steps, options, device):
-        """64 tokens of three prompts in a batch; a draft that is right now and then, and states that follow."""
+        """24 steps of three prompts in a batch; a draft that is right now and then, and states that follow."""
         target, draft = model(11, device), model(11, device)
         with torch.no_grad():
             draft.lm_head.weight += 0.6 * torch.randn(draft.lm_head.weight.shape, generator=seeded(1)).to(device)
         prompts = [random_tokens(1, length, length, device)[0] for length in (1, 9, 70)]
         worker = GDNSpeculativeWorker(draft, target, topk, steps, **options)
-        texts, lengths = speculate(worker, prompts, 64)
+        texts, lengths = speculate(worker, prompts, 24)
         for text, prompt in zip(texts, prompts, strict=True):
             said = target(torch.tensor([text[:-1]], device=device), mode="recurrent").logits[0, len(prompt) - 1 :]
             assert text[len(prompt) :] == said.argmax(-1).tolist()
         counts = {length for step in lengths for length in step}
         assert min(counts) == 1 < max(counts) <= steps + 1
         stats = worker.get_statistics()
-        accepted = sum(map(sum, lengths)) - 3 * 64
+        accepted = sum(map(sum, lengths)) - 3 * 24
         assert stats["total_accepted_tokens"] == accepted
-        assert stats["mean_acceptance_rate"] == accepted / (3 * 64 * (worker.num_draft_tokens - 1))
-        assert stats["speedup_ratio"] == sum(map(sum, lengths)) / (3 * 64)
+        assert stats["mean_acceptance_rate"] == accepted / (3 * 24 * (worker.num_draft_tokens - 1))
+        assert stats["speedup_ratio"] == sum(map(sum, lengths)) / (3 * 24)
 
     @pytest.mark.parametrize("expansion", ["simplified", "full"])
     def test_states_are_those_of_the_committed_tokens(self, expansion, device):
         """After every step: those of a forward over all that is committed, the root not."""
-        target, draft = model(12, device), model(13, device)
-        draft.lm_head.weight.data = target.lm_head.weight.data
-        draft.embed.weight.data = target.embed.weight.data
+        target, draft = model(12, device), model(12, device)
+        with torch.no_grad():
+            draft.lm_head.weight += 0.6 * torch.randn(draft.lm_head.weight.shape, generator=seeded(1)).to(device)
         worker = GDNSpeculativeWorker(draft, target, 3, 3, expansion=expansion)
         texts, lengths = [random_tokens(1, length, length, device)[0] for length in (5, 11)], []
-        for _ in range(20):
+        for _ in range(10):
             following, accepted = speculate(worker, texts, 1)
             texts = [torch.tensor(text, device=device) for text in following]
             lengths += accepted[0]
@@ -942,7 +942,7 @@ class TestGDNSpeculativeWorker:
                 mine = worker.target_states.state.part(slice(slot, slot + 1))
                 for kept, want in zip(mine.tensors, expected.tensors, strict=True):
                     close(kept, want)
-        assert max(lengths) > 1
+        assert min(lengths) == 1 < max(lengths)
 
     @pytest.mark.parametrize(
         ("topk", "steps", "options"),
@@ -975,10 +975,10 @@ class TestGDNSpeculativeWorker:
     def test_a_seeded_text_does_not_depend_on_the_draft(self, device):
         target, prompts = model(16, device, sharp=2.0), [random_tokens(1, 6, 16, device)[0]]
         texts = [
-            speculate(GDNSpeculativeWorker(draft, target, topk, 2, seed=5), prompts, 30, 0.9)[0][0][:36]
-            for draft, topk in ((model(17, device), 4), (target, 3), (model(18, device), 2))
+            speculate(GDNSpeculativeWorker(draft, target, topk, 2, seed=5), prompts, 20, 0.9)[0][0][:26]
+            for draft, topk in ((model(17, device), 4), (target, 3))
         ]
-        assert texts[0] == texts[1] == texts[2] != plain_text(target, prompts[0], 30)
+        assert texts[0] == texts[1] != plain_text(target, prompts[0], 20)
 
     def test_other_sequences_are_read_from_their_begin(self, device):
         target = model(19, device)
@@ -1016,7 +1016,7 @@ class TestGDNSpeculativeWorker:
         for module in ("draft", "layer", "model", "norm", "prefix_states", "verify"):
             monkeypatch.setattr(f"eagle_triton.gdn.{module}.operations_for", lambda tensor: kernels)
         worker = GDNSpeculativeWorker(target, target, 2, 2)
-        texts, _ = speculate(worker, prompts, 3)
+        texts, _ = speculate(worker, prompts, 2)
         assert [text[: len(want)] for text, want in zip(texts, expected, strict=True)] == [
             want[: len(text)] for text, want in zip(texts, expected, strict=True)
         ]

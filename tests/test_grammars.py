@@ -130,9 +130,9 @@ def test_greedy_outputs_are_the_restricted_targets(model, on_the_host, options):
 def test_seeded_outputs_are_the_same_for_every_drafter_tree_and_batch(model):
     """And they end: a random model leaves no grammar."""
     drawn = {"grammar": GRAMMARS, "temperature": 1.2, "top_p": 0.95, "seed": 3, "repetition_penalty": 1.1}
-    expected = None
+    expected, most = None, [15 if grammar is None else 70 for grammar in GRAMMARS]
     for name, slots in (("tree", 6), ("wide", 2), ("suffix", 4), ("repeats", 1)):
-        _, results = inference(model, slots=slots, **TREES[name]).generate(PROMPTS, 70, **drawn)
+        _, results = inference(model, slots=slots, **TREES[name]).generate(PROMPTS, most, **drawn)
         tokens = [completion.tokens for completion in results.completions]
         expected = expected or tokens
         assert tokens == expected
@@ -143,8 +143,8 @@ def test_seeded_outputs_are_the_same_for_every_drafter_tree_and_batch(model):
 
 @pytest.mark.parametrize("strategy", ["target_match", "rejection"])
 def test_sampled_outputs_follow_the_restricted_law(model, strategy):
-    """All outputs of a small language, by the exact probability of each: chi-square over 1024 samples."""
-    grammar, prompt, count = Grammar.regex("[ab]{1,2}c?"), [7, 8], 1024
+    """All outputs of a small language, by the exact probability of each: chi-square over 640 samples."""
+    grammar, prompt, count = Grammar.regex("[ab]{1,2}c?"), [7, 8], 640
     exact: dict[tuple[int, ...], float] = {}
 
     def enumerate_from(output, probability):
@@ -324,9 +324,9 @@ def test_requests_leave_and_enter_while_others_go_on(model, on_the_host):
 
 def test_requests_that_pause_for_pages_go_on_in_their_grammar(model):
     """Two sequences of three pages do not fit into five."""
-    grammar, new = Grammar.regex("[a-z]{80}"), 81
+    grammar, new = Grammar.regex("[a-z]{30}"), 31
     drawn = {"grammar": grammar, "temperature": 1.0, "seed": 4}
-    prompts = [list(range(first, first + 60)) for first in (1, 2)]
+    prompts = [[*range(first, first + 50)] * 2 for first in (1, 2)]
     roomy = inference(model, slots=2).generate(prompts, new, **drawn)[1]
     engine = inference(model, slots=2, cache_tokens=5 * 64)
     results = engine.generate(prompts, new, **drawn)[1]

@@ -63,11 +63,17 @@ def expected(pairs):
     """What transformers' own generate gives."""
 
     @cache
-    def make(kind: str, length: int, new: int) -> Tensor:
+    def make(kind: str, length: int) -> Tensor:
         model, prompt = pairs(kind)[0], PROMPTS[length][None].to(DEVICE)
-        return model.generate(prompt, max_new_tokens=new, do_sample=False)[0].cpu()
+        most = 70 if kind == KIND and length in (3, 20, 64, 65) else 24
+        return model.generate(prompt, max_new_tokens=most, do_sample=False)[0].cpu()
 
-    return make
+    def first(kind: str, length: int, new: int) -> Tensor:
+        found = make(kind, length)
+        assert len(found) >= length + new
+        return found[: length + new]
+
+    return first
 
 
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["in-turn", "packed"])
@@ -101,6 +107,8 @@ def remembered(past, index: int) -> tuple[Tensor, Tensor]:
 def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
     """Three slots; sequences enter those that others have left."""
     lengths, most = ((1, 3, 20, 65, 513), 64) if (kind, tree) == (KIND, "dynamic") else ((1, 20, 64), 24)
+    if kind == "qwen3_5_moe":  # Qwen3.5's nets, and Qwen3-Next's experts
+        lengths = (20,)
     waiting = [Request(PROMPTS[length], most if length == 20 else 24) for length in lengths]
     count, accepted = len(waiting), 0
     with torch.no_grad(), Batch(engine_of(*pairs(kind)), 3, TREES[tree], 560) as batch:
@@ -199,7 +207,7 @@ def test_a_long_prompt_is_read_as_one(pairs, expected, monkeypatch, memory):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize(("kind", "packed"), list(zip(KINDS, (False, True, True), strict=False)))
+@pytest.mark.parametrize(("kind", "packed"), list(zip(KINDS, (False, True), strict=False)))
 def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind, packed):
     """By transformers' own cache, fed from scratch. Trees and plain steps take turns."""
     model, head = pairs(kind)
@@ -254,7 +262,7 @@ def test_a_seeded_text_is_that_of_plain_decoding(pairs):
     for tree in ("plain", "chain", "dynamic"):
         sampling = SamplingParams(temperature=1.0, seed=5)
         with torch.no_grad(), Batch(engine_of(*pairs(KIND)), 1, TREES[tree], 90) as batch:
-            batch.admit(Request(PROMPTS[20], 40, sampling))
+            batch.admit(Request(PROMPTS[20], 24, sampling))
             drain(batch)
             texts.append(batch.tokens(0).tolist())
     assert texts[0] == texts[1] == texts[2] and len(set(texts[0][20:])) > 5

@@ -129,12 +129,18 @@ def pair():
     return Engine(replace(view, layers=tuple(layers)), draft, make_operations()), logits
 
 
+KNOWN: dict[tuple, Tensor] = {}
+
+
 def alone(logits, prompt: Tensor, count: int) -> Tensor:
     """The prompt and `count` tokens, each from the whole sequence before it."""
-    tokens = prompt
-    for _ in range(count):
-        tokens = torch.cat((tokens, logits(tokens)[-1].argmax()[None]))
-    return tokens
+    key = (*prompt.tolist(), count)
+    if key not in KNOWN:
+        tokens = prompt
+        for _ in range(count):
+            tokens = torch.cat((tokens, logits(tokens)[-1].argmax()[None]))
+        KNOWN[key] = tokens
+    return KNOWN[key]
 
 
 PROMPTS = [random_prompt(length, vocab=10)[0] for length in (1, 3, 20, 20)]
@@ -171,7 +177,7 @@ def test_states_after_every_step_are_those_of_the_committed_tokens_from_scratch(
     with torch.no_grad(), Batch(engine, 3, spec, 80) as batch:
         batch.admit_all([Request(prompt, 40) for prompt in PROMPTS[:3]])
         rejected = 0
-        for step in range(13):
+        for step in range(8):
             rows = batch.step()
             assert all((row.tree is None) == (step == 0) for row in rows)  # the first tokens come before any step
             rejected += sum(row.accepted < spec.depth for row in rows if row.tree is not None)
@@ -197,7 +203,7 @@ def test_an_inactive_slot_stays_as_it_is_and_one_that_is_entered_again_is_fresh(
     engine, logits = pair
     trees = itertools.cycle([TREES["dynamic"], PLAIN, TREES["chain"]])
     with Batch(engine, 2, TREES["dynamic"], 90) as batch:
-        batch.admit_all([Request(PROMPTS[2], 5), Request(PROMPTS[1], 60)])
+        batch.admit_all([Request(PROMPTS[2], 5), Request(PROMPTS[1], 40)])
         after = None
         while batch.running:
             batch.spec = next(trees)
@@ -207,24 +213,24 @@ def test_an_inactive_slot_stays_as_it_is_and_one_that_is_entered_again_is_fresh(
                 assert after is None or torch.equal(state, after)
                 after = state
         assert after is not None and after.any()
-        assert torch.equal(batch.tokens(1), alone(logits, PROMPTS[1], 60))
-        batch.admit(Request(PROMPTS[0], 20))
+        assert torch.equal(batch.tokens(1), alone(logits, PROMPTS[1], 40))
+        batch.admit(Request(PROMPTS[0], 24))
         while batch.running:
             batch.step()
-        assert torch.equal(batch.tokens(0), alone(logits, PROMPTS[0], 20))
+        assert torch.equal(batch.tokens(0), alone(logits, PROMPTS[0], 24))
 
 
 def test_equal_prompts_are_computed_once_and_drafted_alike(pair):
     engine, logits = pair
     with Batch(engine, 3, TREES["dynamic"], 90) as batch:
-        batch.admit_all([Request(PROMPTS[index], 30) for index in (2, 1, 3)])  # the first and the last are equal
+        batch.admit_all([Request(PROMPTS[index], 24) for index in (2, 1, 3)])  # the first and the last are equal
         accepted: dict[int, list[int]] = {0: [], 1: [], 2: []}
         while batch.running:
             for row in batch.step():
                 accepted[row.slot].append(row.accepted)
         assert accepted[0] == accepted[2] and sum(accepted[0]) > 0
         assert torch.equal(batch.tokens(0), batch.tokens(2))
-        assert torch.equal(batch.tokens(2), alone(logits, PROMPTS[2], 30))
+        assert torch.equal(batch.tokens(2), alone(logits, PROMPTS[2], 24))
 
 
 def test_layers_of_other_shapes_have_caches_of_their_own(pair):

@@ -93,7 +93,7 @@ def test_a_hook_that_comes_later_is_refused_by_the_next_generation(m):
             with pytest.raises(RuntimeError, match=rf"^model\.{place} has got a forward hook"):
                 m.eagenerate(PROMPT, max_new_tokens=5)
             handle.remove()
-            assert torch.equal(m.eagenerate(PROMPT, max_new_tokens=5), expected)
+        assert torch.equal(m.eagenerate(PROMPT, max_new_tokens=5), expected)
 
 
 @pytest.mark.parametrize("place", ["base_model.model.layers.1.mlp", "base_model.model.layers.1", "base_model.model"])
@@ -132,14 +132,16 @@ def test_the_hooks_with_which_transformers_records_outputs_are_harmless(m):
         assert torch.equal(m.naivegenerate(PROMPT, max_new_tokens=8), expected)
 
 
-def check_refused_until_undone(m, change, undo, message):
-    """An optimised model refuses to generate after `change`, and goes on after `undo`."""
+def check_refused_until_undone(m, *changes):
+    """An optimised model refuses to generate after a change, and goes on after it is undone. Of each: how to do and to
+    undo it, and the message."""
     with optimize_eagle_with_triton(m):
         expected = m.eagenerate(PROMPT, max_new_tokens=5)
-        change()
-        with pytest.raises(RuntimeError, match=message):
-            m.eagenerate(PROMPT, max_new_tokens=5)
-        undo()
+        for change, undo, message in changes:
+            change()
+            with pytest.raises(RuntimeError, match=message):
+                m.eagenerate(PROMPT, max_new_tokens=5)
+            undo()
         assert torch.equal(m.eagenerate(PROMPT, max_new_tokens=5), expected)
 
 
@@ -152,18 +154,20 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_field_that_the_forward_reads_is_refused_before_and_after_optimising(m, field):
-    path, value, named = FIELDS[field]
-    name = field.split()[-1]
-    owner = operator.attrgetter(path)(m)
-    change, undo = (partial(setattr, owner, name, some) for some in (value, getattr(owner, name, None)))
-    check_refused_until_undone(m, change, undo, named)
-    change()
-    with pytest.raises(UnsupportedModelError, match=named):
-        optimize_eagle_with_triton(m)
-    with pytest.raises(UnsupportedModelError, match=named):
-        optimize_with_triton(m.base_model)
+def test_fields_that_the_forward_reads_are_refused_before_and_after_optimising(m):
+    changes = []
+    for field, (path, value, named) in FIELDS.items():
+        owner, name = operator.attrgetter(path)(m), field.split()[-1]
+        change, undo = (partial(setattr, owner, name, some) for some in (value, getattr(owner, name, None)))
+        changes.append((change, undo, named))
+    check_refused_until_undone(m, *changes)
+    for change, undo, named in changes:
+        change()
+        with pytest.raises(UnsupportedModelError, match=named):
+            optimize_eagle_with_triton(m)
+        with pytest.raises(UnsupportedModelError, match=named):
+            optimize_with_triton(m.base_model)
+        undo()
 
 
 OWN_FIELDS = {  # of modules of SafeAILab's, which have copies of what a configuration says
@@ -175,20 +179,21 @@ OWN_FIELDS = {  # of modules of SafeAILab's, which have copies of what a configu
 }
 
 
-@pytest.mark.parametrize("name", OWN_FIELDS)
-def test_a_field_that_only_some_families_read_is_watched(m, name):
-    path, before, after = OWN_FIELDS[name]
-    owner = operator.attrgetter(path)(m)
-    change, undo = (partial(setattr, owner, name, value) for value in (after, before))
-    undo()
-    check_refused_until_undone(m, change, undo, rf"{path}\.{name} was changed from")
+def test_fields_that_only_some_families_read_are_watched(m):
+    changes = []
+    for name, (path, before, after) in OWN_FIELDS.items():
+        owner = operator.attrgetter(path)(m)
+        change, undo = (partial(setattr, owner, name, value) for value in (after, before))
+        undo()
+        changes.append((change, undo, rf"{path}\.{name} was changed from"))
+    check_refused_until_undone(m, *changes)
 
 
 def test_dropout_of_a_model_in_training_mode_is_refused(m):
     for layer in m.base_model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     message = r"layers\.0\.self_attn is in training mode with attention_dropout"
-    check_refused_until_undone(m, m.train, m.eval, message)
+    check_refused_until_undone(m, (m.train, m.eval, message))
 
 
 def test_layer_types_that_mistral_masks_otherwise_are_refused():
@@ -475,6 +480,8 @@ def test_a_device_map_of_one_device_works_in_every_door(place, tmp_path):
     want = target.generate(prompt, max_new_tokens=12, do_sample=False)
     with optimize_eagle_with_triton(loaded)[1]:
         assert torch.equal(loaded.generate(prompt, max_new_tokens=12), want)
+    if isinstance(place, dict):
+        return  # all doors get the same model
     with optimize_with_triton(target, loaded.ea_layer, strict=True)[1]:
         assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False), want)
     for engine in (EAGLEInference(loaded.ea_layer, target), EAGLEInference.from_pretrained(tmp_path, device=DEVICE)):

@@ -149,8 +149,12 @@ def eagle3(request) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tree"),
-    [*(("llama", tree) for tree in TREES), *((other, "26-fixed") for other in ARCHITECTURES if other != "llama")],
+    ("architecture", "eagle3", "tree"),
+    [
+        *(("llama", True, tree) for tree in TREES),
+        *(("llama", False, tree) for tree in ("26-fixed", "8/3/2", "2/1/1")),
+        *((other, True, "26-fixed") for other in ARCHITECTURES if other != "llama"),
+    ],
 )
 def test_speculation_gives_the_targets_tokens(architecture, eagle3, tree):
     """Every tree over one architecture, and one tree over each: a tree does not depend on the layers."""
@@ -204,8 +208,8 @@ def test_the_cache_after_a_generation_is_that_of_plain_decoding(eagle3, monkeypa
         torch.testing.assert_close(value, want_value, atol=1e-4, rtol=1e-4)
 
 
-def test_streams_end_where_the_whole_generation_does(eagle3):
-    m, ids = model(eagle3=eagle3), prompt(5)
+def test_streams_end_where_the_whole_generation_does():
+    m, ids = model(), prompt(5)
     for stream, whole in ((m.ea_generate, m.eagenerate), (m.naive_generate, m.naivegenerate)):
         steps = list(stream(ids, max_new_tokens=10))
         want, new, index = whole(ids, max_new_tokens=10, log=True)
@@ -216,8 +220,8 @@ def test_streams_end_where_the_whole_generation_does(eagle3):
 # --- the original stop rules ---
 
 
-def test_stops_after_passing_max_new_tokens(eagle3):
-    m = model(eagle3=eagle3)
+def test_stops_after_passing_max_new_tokens():
+    m = model()
     assert m.naivegenerate(prompt(3), max_new_tokens=7, log=True)[1:] == (8, 7)
     sizes = [ids.shape[1] - 3 for ids in m.ea_generate(prompt(3), max_new_tokens=7)]
     assert sizes[-1] > 7 and all(size <= 7 for size in sizes[:-1])
@@ -234,8 +238,8 @@ def test_stops_at_max_length_less_the_tree_less_ten():
     assert torch.equal(ids, prompt(3)) and (new, index) == (0, -1)
 
 
-def test_stops_at_the_end_token_and_keeps_what_the_step_accepted(eagle3, monkeypatch):
-    m, ids = model(eagle3=eagle3), prompt(4)
+def test_stops_at_the_end_token_and_keeps_what_the_step_accepted(monkeypatch):
+    m, ids = model(), prompt(4)
     sequence = m.naivegenerate(ids, max_new_tokens=30)[0].tolist()
     end = sequence[12]
     position = sequence.index(end, 4)
@@ -260,8 +264,8 @@ class _Tokens:
 # --- generate stops exactly ---
 
 
-def test_generate_counts_exactly(eagle3):
-    m, ids = model(eagle3=eagle3), prompt(6)
+def test_generate_counts_exactly():
+    m, ids = model(), prompt(6)
     want = m.naivegenerate(ids, max_new_tokens=40)
     for new in (0, 1, 2, 7, 20):
         assert torch.equal(m.generate(ids, max_new_tokens=new), want[:, : 6 + new])
@@ -269,8 +273,8 @@ def test_generate_counts_exactly(eagle3):
     assert m.generate(ids, max_length=6).shape[1] == 6
 
 
-def test_generate_cuts_after_the_end_token(eagle3):
-    m, ids = model(eagle3=eagle3), prompt(4)
+def test_generate_cuts_after_the_end_token():
+    m, ids = model(), prompt(4)
     want = m.naivegenerate(ids, max_new_tokens=30)[0].tolist()
     for end in (want[10], [EOS, want[15]]):
         ends = {end} if isinstance(end, int) else set(end)
@@ -283,8 +287,8 @@ def test_generate_cuts_after_the_end_token(eagle3):
             m.generate(ids, max_new_tokens=3, eos_token_id=end)
 
 
-def test_generate_takes_batches_with_padding_on_either_side(eagle3):
-    m = model(eagle3=eagle3)
+def test_generate_takes_batches_with_padding_on_either_side():
+    m = model()
     prompts = [prompt(n, seed=n)[0] for n in (3, 7, 5)]
     ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
     for row, p in enumerate(prompts):
@@ -297,8 +301,8 @@ def test_generate_takes_batches_with_padding_on_either_side(eagle3):
         assert torch.equal(got[row, : len(want)], want) and (got[row, len(want) :] == 1).all()
 
 
-def test_sampling_repeats_with_its_seed(eagle3):
-    m, ids = model(eagle3=eagle3), prompt(4)
+def test_sampling_repeats_with_its_seed():
+    m, ids = model(), prompt(4)
     options = dict(do_sample=True, temperature=15.0, top_p=0.95, top_k=20, max_new_tokens=12)
     first = m.generate(ids, seed=3, **options)
     assert torch.equal(first, m.generate(ids, seed=3, **options))
@@ -322,9 +326,9 @@ def test_the_sampled_walk_is_lossless(filters):
     distribution = warpers(None, table.clone()).softmax(-1)
     tokens = torch.tensor([2, 0, 4, 1, 3, 4])
     children = [[1, 2], [3, 4], [5], [], [], []]
-    counts = torch.zeros(size, size)
+    counts, logits = torch.zeros(size, size), table[tokens]
     for _ in range(samples):
-        path, after = verify_tree(tokens, children, table[tokens], warpers)
+        path, after = verify_tree(tokens, children, logits, warpers)
         emitted = [*tokens[path[1:]].tolist(), int(after)]
         if len(emitted) == 1:
             emitted.append(int(torch.multinomial(distribution[emitted[0]], 1)))
@@ -551,8 +555,9 @@ HEADS = {
 }
 LAYOUTS = [(layout, False) for layout in ("safeailab", "speculators", "vllm", "sglang", "nested")]
 CHECKPOINTS = [
-    *(("usual", layout, True) for layout, _ in LAYOUTS[:-1]),
-    *((kind, *way) for kind in HEADS for way in LAYOUTS),
+    *(("usual", layout, True) for layout in ("safeailab", "vllm")),
+    *((kind, *way) for kind in ("usual", "all of EAGLE 3.1", "sliding window") for way in LAYOUTS),
+    *((kind, layout, False) for kind in EAGLE31 for layout in ("safeailab", "speculators", "nested")),
 ]
 
 

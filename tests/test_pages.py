@@ -206,7 +206,7 @@ def test_requests_that_begin_alike_share_pages_and_give_what_each_gives_alone(pa
     engine.pack_prompts = packed
     plain.prefixes = False
     requests = continuations(4)
-    expected = [alone(plain, request) for request in requests]
+    expected = [alone(plain, request, PLAIN) for request in requests]
     assert not plain.pool.kept
     with Batch(engine, 4, engine.draft.read_tree(), 360) as batch:
         slots = batch.admit_all(requests)
@@ -230,7 +230,7 @@ def test_one_of_two_that_share_a_beginning_is_cancelled_at_any_time(packed, step
     engine.pack_prompts = packed
     requests = continuations(2)
     running = Request(prompt(9, vocab=12), 24)
-    first, *expected = [alone(plain, request) for request in (running, *requests)]
+    first, *expected = [alone(plain, request, PLAIN) for request in (running, *requests)]
     for cancelled in (0, 1):
         engine.pool.forget()
         with Batch(engine, 3, engine.draft.read_tree(), 360, prompt_tokens=64) as batch:
@@ -256,7 +256,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before():
             got: dict[int, list[int]] = {}
             while batch.running:
                 steps_of(batch, got, 1)
-            assert got[slot] == alone(plain, Request(turn, 30))
+            assert got[slot] == alone(plain, Request(turn, 30), PLAIN)
             known = len(turn) + 30
             turn = torch.cat((turn, torch.tensor(got[slot]), prompt(20, len(turn), vocab=12)))
             assert found == (0 if known == 130 else (known - 50 - 1) // PAGE_ROWS * PAGE_ROWS)
@@ -265,7 +265,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before():
 def test_plain_and_drafted_requests_share_nothing():
     engine, plain = packing(**WARM)
     (request,) = continuations(1)
-    expected = alone(plain, request)
+    expected = alone(plain, request, PLAIN)
     for drafts in (False, True):
         with Batch(engine, 1, engine.draft.read_tree() if drafts else PLAIN, 360, drafts=drafts) as batch:
             assert batch.request(batch.admit(request)).cached_tokens == 0
@@ -289,7 +289,7 @@ def test_weights_that_change_in_place_make_pages_old(enter):
         if step == 2:
             break
     fresh = engine_for(model)
-    assert found == [0, 192, 0] and tokens == alone(fresh, request)
+    assert found == [0, 192, 0] and tokens == alone(fresh, request, PLAIN)
 
 
 def test_what_was_read_before_a_change_is_not_kept_after_it():
@@ -325,7 +325,7 @@ def test_a_full_cache_refuses_and_loses_nothing():
     engine.cache_tokens = 12 * PAGE_ROWS
     engine.clear()
     small, large = Request(prompt(40), 20), Request(prompt(575), 20)
-    expected = [alone(plain, request) for request in (small, large)]
+    expected = [alone(plain, request, PLAIN) for request in (small, large)]
     with Batch(engine, 5, engine.draft.read_tree(), 900) as batch:
         batch.admit_all([small, replace(small), replace(small)])
         assert batch.fitting([large]) == 0 and batch.fitting([replace(small), replace(small), large]) == 2
@@ -347,7 +347,7 @@ def test_a_full_cache_refuses_and_loses_nothing():
 def test_a_cache_that_grows_while_others_decode_keeps_what_they_know():
     engine, plain = packing(**SMALL)
     requests = [Request(prompt(length, length), 30) for length in (20, 150, 400, 700)]
-    expected = [alone(plain, request) for request in requests]
+    expected = [alone(plain, request, PLAIN) for request in requests]
     with Batch(engine, 4, engine.draft.read_tree(), 800) as batch:
         got: dict[int, list[int]] = {}
         sizes = []
@@ -375,7 +375,7 @@ def test_a_batch_that_failed_leaves_no_page_held(monkeypatch):
     with Batch(engine, 2, engine.draft.read_tree(), 360) as batch:
         assert not engine.pool.held
         batch.admit(request)
-        assert drain(batch)[id(request)][0] == alone(plain, request)
+        assert drain(batch)[id(request)][0] == alone(plain, request, PLAIN)
 
 
 # ------------------------------------------------------------------------------------------------- for users
@@ -560,7 +560,7 @@ def test_a_graph_stays_when_the_cache_grows(dtype, monkeypatch):
     sizes.clear()
     assert tokens_of(grown) == expected and len(set(sizes)) == 3
     if dtype == torch.float32:
-        assert expected == [alone(engine_for(model), request) for request in requests]
+        assert expected == [alone(engine_for(model), request, PLAIN) for request in requests]
 
 
 @needs_mapping

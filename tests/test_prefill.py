@@ -102,7 +102,7 @@ def test_a_prompt_that_is_overwritten_while_it_waits_is_another_one(prefixes):
         got: dict[int, list[int]] = {}
         while batch.running:
             steps_of(batch, got, 1)
-    assert got == {slot: alone(plain, Request(tokens, 9)) for slot, tokens in enumerate((first, second))}
+    assert got == {slot: alone(plain, Request(tokens, 9), PLAIN) for slot, tokens in enumerate((first, second))}
 
 
 def packing(**options):
@@ -134,17 +134,16 @@ def test_packed_prompts_fill_the_caches_as_each_alone_does(eagle3):
         batch.close()
 
 
-@pytest.mark.parametrize("tree", ["tree", "plain"])
-def test_packed_requests_that_come_and_go_get_what_each_gets_alone(tree):
-    packed, plain = packing(**LARGER)
-    spec = PLAIN if tree == "plain" else plain.draft.read_tree()
+def test_packed_requests_that_come_and_go_get_what_each_gets_alone():
+    packed, plain = packing(layers=3, **SMALL)
     requests = [*REQUESTS, *PROCESSED, Request(prompt(200, 7), 9), Request(prompt(200, 7), 9)]
-    expected = [alone(plain, request, spec) for request in requests]
-    with Batch(packed, 4, spec, 240) as batch:
-        batch.admit_all(requests[:-4:-1])
-        results = drain(batch, requests[-4::-1], every=3)
-    for request, tokens in zip(requests, expected, strict=True):
-        assert results[id(request)][0] == tokens
+    expected = [alone(plain, request, PLAIN) for request in requests]
+    for spec in (PLAIN, plain.draft.read_tree()):
+        with Batch(packed, 4, spec, 240) as batch:
+            batch.admit_all(requests[:-4:-1])
+            results = drain(batch, requests[-4::-1], every=3)
+        for request, tokens in zip(requests, expected, strict=True):
+            assert results[id(request)][0] == tokens
 
 
 def test_a_request_that_enters_leaves_the_others_trees_as_they_are():
@@ -170,7 +169,7 @@ def test_nan_logits_after_a_packed_prompt_harm_nobody_else():
     engine = engine_for(model)
     engine.pack_prompts = True
     running = Request(prompt(9, vocab=31), 20)
-    expected = alone(engine, running)
+    expected = alone(engine, running, PLAIN)
     with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
         batch.admit(running)
         got = [token for row in batch.step() for token in row.tokens]
@@ -199,10 +198,10 @@ def test_prompts_are_read_between_steps(packed, in_flight):
     """A long prompt is read bit by bit while others decode, which notice nothing of it."""
     engine, plain = packing(**WARM)
     engine.pack_prompts = packed
-    short = Request(prompt(9, 1, vocab=12), 40)
+    short = Request(prompt(9, 1, vocab=12), 24)
     long = Request(prompt(300, 2, vocab=12), 8, SamplingParams(temperature=1.0, seed=3))
     twin = replace(long, sampling=SamplingParams())
-    expected = [alone(plain, request) for request in (short, long, twin)]
+    expected = [alone(plain, request, PLAIN) for request in (short, long, twin)]
     with Batch(engine, 4, engine.draft.read_tree(), 320, prompt_tokens=64) as batch:
         batch.in_flight.most = in_flight
         got: dict[int, list[int]] = {}
@@ -221,7 +220,7 @@ def test_prompts_are_read_between_steps(packed, in_flight):
 def test_a_request_released_while_it_is_read_leaves_the_others(kept, prefixes):
     engine, plain = packing(**WARM)
     engine.prefixes = prefixes
-    running, long = Request(prompt(9, 1, vocab=12), 40), Request(prompt(200, 2, vocab=12), 8)
+    running, long = Request(prompt(9, 1, vocab=12), 20), Request(prompt(200, 2, vocab=12), 8)
     with Batch(engine, 4, engine.draft.read_tree(), 320, prompt_tokens=64) as batch:
         got: dict[int, list[int]] = {}
         batch.enter_all([running])
@@ -234,8 +233,8 @@ def test_a_request_released_while_it_is_read_leaves_the_others(kept, prefixes):
         while batch.running:
             steps_of(batch, got, 1)
         assert batch.free == [0, 1, 2, 3]
-    assert got[0] == alone(plain, running) and got[kept] == alone(plain, long)
-    assert got[late] == alone(plain, Request(prompt(150, 4, vocab=12), 5))
+    assert got[0] == alone(plain, running, PLAIN) and got[kept] == alone(plain, long, PLAIN)
+    assert got[late] == alone(plain, Request(prompt(150, 4, vocab=12), 5), PLAIN)
 
 
 @PACKED
@@ -244,7 +243,7 @@ def test_nan_after_a_prompt_ends_that_request_alone(packed):
     engine = engine_for(model)
     engine.pack_prompts = packed
     good, bad = Request(prompt(9, vocab=31), 20), Request(torch.tensor([4, 31, 7]), 5)
-    expected = alone(engine, good)
+    expected = alone(engine, good, PLAIN)
     with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
         weight = model.base_model.model.embed_tokens.weight.data
         saved, weight[31] = weight[31].clone(), float("nan")
@@ -266,7 +265,7 @@ def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
     """On a GPU torch's operations run in it, with zeros for what the kernels would have written."""
     engine, plain = packing(**WARM)
     engine.pack_prompts = packed
-    requests = [Request(prompt(9 + 30 * slot, slot, vocab=12), 20) for slot in range(4)]
+    requests = [Request(prompt(9 + 30 * slot, slot, vocab=12), 16) for slot in range(4)]
     with Batch(engine, 4, engine.draft.read_tree(), 140) as batch:
         got: dict[int, list[int]] = {}
         for slot, request in enumerate(requests):
@@ -278,7 +277,7 @@ def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
             assert batch.sequences.prompt_lengths[: slot + 1].tolist() == [9 + 30 * each for each in range(slot + 1)]
         while batch.running:
             steps_of(batch, got, 1)
-    assert got == {slot: alone(plain, request) for slot, request in enumerate(requests)}
+    assert got == {slot: alone(plain, request, PLAIN) for slot, request in enumerate(requests)}
 
 
 def test_what_a_slot_held_before_does_not_touch_a_prompt():
@@ -288,7 +287,7 @@ def test_what_a_slot_held_before_does_not_touch_a_prompt():
     engine.pack_prompts = True
     neighbour = Request(prompt(9, 1, vocab=11), 60)
     penalised = Request(prompt(300, 2, vocab=11), 20, SamplingParams(repetition_penalty=3.0))
-    expected = [alone(plain, request) for request in (neighbour, penalised)]
+    expected = [alone(plain, request, PLAIN) for request in (neighbour, penalised)]
     with Batch(engine, 2, engine.draft.read_tree(), 400, prompt_tokens=64) as batch:
         got: dict[int, list[int]] = {}
         batch.enter_all([neighbour])
@@ -371,7 +370,7 @@ def test_nan_logits_of_a_prompt_alone_end_the_request():
 def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypatch):
     engine, plain = packing(**WARM)
     engine.pack_prompts = packed
-    running, long = Request(prompt(9, 1, vocab=12), 40), Request(prompt(600, 2, vocab=12), 8)
+    running, long = Request(prompt(9, 1, vocab=12), 24), Request(prompt(600, 2, vocab=12), 8)
     with Batch(engine, 2, engine.draft.read_tree(), 640, prompt_tokens=128) as batch:
         got: dict[int, list[int]] = {}
         batch.enter_all([running])
@@ -383,7 +382,7 @@ def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypat
         assert batch.reading and batch.running == [0, 1]
         while batch.running:
             steps_of(batch, got, 1)
-    assert got == {0: alone(plain, running), 1: alone(plain, long)}
+    assert got == {0: alone(plain, running, PLAIN), 1: alone(plain, long, PLAIN)}
 
 
 def test_a_session_reads_as_many_tokens_before_a_step_as_it_is_told():
@@ -461,7 +460,7 @@ def test_long_prompts_among_others_give_what_each_gives_alone(stretches):
     first = Request(tokens, 8)
     second = Request(torch.cat((tokens[:330], prompt(300, 3, vocab=12))), 8, SamplingParams(temperature=1.0, seed=3))
     running, third = Request(prompt(9, 1, vocab=12), 60), Request(prompt(400, 4, vocab=12), 8)
-    expected = [alone(plain, request) for request in (running, first, second, third)]
+    expected = [alone(plain, request, PLAIN) for request in (running, first, second, third)]
     with Batch(long, 4, long.draft.read_tree(), 720, prompt_tokens=128) as batch:
         got: dict[int, list[int]] = {}
         batch.enter_all([running])
@@ -491,7 +490,7 @@ def test_an_interrupt_while_a_long_prompt_is_read_loses_nothing(stretches, monke
                 steps_of(batch, got, 20)
         while batch.running:
             steps_of(batch, got, 1)
-    assert got == {0: alone(plain, running), 1: alone(plain, request)}
+    assert got == {0: alone(plain, running, PLAIN), 1: alone(plain, request, PLAIN)}
 
 
 def test_no_memory_for_a_long_prompt_is_said_and_loses_nothing(stretches, monkeypatch):
@@ -499,7 +498,7 @@ def test_no_memory_for_a_long_prompt_is_said_and_loses_nothing(stretches, monkey
     request, no_memory = Request(prompt(700), 9), torch.OutOfMemoryError("out of memory")
     monkeypatch.setattr(long.ops, "prompt_attention", failing(long.ops.prompt_attention, no_memory, 6))
     for _ in range(2):
-        assert alone(long, request) == alone(plain, request)
+        assert alone(long, request) == alone(plain, request, PLAIN)
         assert stretches == [(256, 512), (512, 700)] and "no memory" in long.notes["long_prompts"]
         long.pool.forget()
     long.clear()
@@ -513,7 +512,7 @@ def test_a_shape_that_cannot_be_is_found_out_before(stretches, monkeypatch):
         assert batch._prefill._long_prompts._on
         batch._prefill._long_prompts._by_cudnn = True
     request = Request(prompt(700), 9)
-    assert alone(long, request) == alone(plain, request)
+    assert alone(long, request) == alone(plain, request, PLAIN)
     assert not stretches and not long.ops.calls["prompt_attention"]
     assert long.notes["long_prompts"].endswith("No valid engine configs")
 

@@ -231,8 +231,10 @@ def test_memory_and_slots_are_those_of_the_configuration(model):
     assert "RepeatDraft; method suffix" in repr(EAGLEInference(None, plain, SpeculativeConfig("suffix")))
 
 
-@pytest.mark.parametrize("target", ["demo", "EaModel", "plain"])
-@pytest.mark.parametrize(("name", "places"), [("suffix", 15), ("ngram", 5)])
+@pytest.mark.parametrize(
+    ("name", "places", "target"),
+    [("suffix", 15, "demo"), ("suffix", 15, "EaModel"), ("ngram", 5, "EaModel"), ("ngram", 5, "plain")],
+)
 def test_drafts_from_repetition_by_their_names(name, places, target, model):
     """As for optimize_with_triton: without a head, be it that the target has one."""
     eagle = EAGLEInference(name, {"demo": "demo", "EaModel": model, "plain": model.base_model}[target], device="cpu")

@@ -86,15 +86,15 @@ def test_the_third_of_equal_calls_is_read_before_it_is_prepared(watched):
 
 
 OTHERS = {  # calls that turn out to be others, by how often their prompts are read
-    "a longer answer": (dict(max_new_tokens=12), 2),
-    "a penalty": (dict(max_new_tokens=9, repetition_penalty=1.3), 2),
-    "scores": (dict(max_new_tokens=9, return_dict_in_generate=True, output_scores=True), 2),
-    "several answers": (dict(max_new_tokens=9, do_sample=True, top_k=1, num_return_sequences=2), 2),
-    "padding found by its token": (dict(max_new_tokens=9, inputs=prompt(1) * (torch.arange(70, device=DEVICE) > 7)), 2),
-    "a processor of the host's": (dict(max_new_tokens=9, no_repeat_ngram_size=2), 2),
-    "drafts that it asks for": (dict(max_new_tokens=9, prompt_lookup_num_tokens=2), 2),
-    "beams": (dict(max_new_tokens=9, num_beams=2), 1),
-    "embeddings": (dict(max_new_tokens=9, inputs_embeds=torch.randn(1, 70, 64, device=DEVICE)), 1),
+    "a longer answer": (dict(max_new_tokens=8), 2),
+    "a penalty": (dict(max_new_tokens=5, repetition_penalty=1.3), 2),
+    "scores": (dict(max_new_tokens=5, return_dict_in_generate=True, output_scores=True), 2),
+    "several answers": (dict(max_new_tokens=5, do_sample=True, top_k=1, num_return_sequences=2), 2),
+    "padding found by its token": (dict(max_new_tokens=5, inputs=prompt(1) * (torch.arange(70, device=DEVICE) > 7)), 2),
+    "a processor of the host's": (dict(max_new_tokens=5, no_repeat_ngram_size=2), 2),
+    "drafts that it asks for": (dict(max_new_tokens=5, prompt_lookup_num_tokens=2), 2),
+    "beams": (dict(max_new_tokens=5, num_beams=2), 1),
+    "embeddings": (dict(max_new_tokens=5, inputs_embeds=torch.randn(1, 70, 64, device=DEVICE)), 1),
 }
 
 
@@ -102,7 +102,7 @@ OTHERS = {  # calls that turn out to be others, by how often their prompts are r
 def test_a_call_that_turns_out_to_be_another_is_what_the_original_does(watched, other):
     options, reads = OTHERS[other]
     given = {} if {"inputs", "inputs_embeds"} & {*options} else {"inputs": prompt(1)}
-    usual = {"max_new_tokens": 9, **ENDS}
+    usual = {"max_new_tokens": 5, **ENDS}
     watched.warm_up(**usual)
     got, want = watched(**given, **(ENDS | options)), watched.original(**given, **(ENDS | options))
     assert watched.events.count("read") == reads
@@ -169,7 +169,7 @@ def test_an_interrupt_while_it_is_read_leaves_the_engine_free(watched, monkeypat
 
 @pytest.mark.parametrize("last", [1.0, 0.9], ids=["taken", "in vain"])
 def test_random_numbers_are_drawn_as_by_calls_that_read_nothing_ahead(watched, last, monkeypatch):
-    options = {"max_new_tokens": 9, "do_sample": True, "top_k": 5, **ENDS}
+    options = {"max_new_tokens": 5, "do_sample": True, "top_k": 5, **ENDS}
 
     def drawn(first: str) -> list[list[float]]:
         torch.manual_seed(0)

@@ -618,10 +618,10 @@ def test_usage_example_gives_the_same_tokens_three_times(monkeypatch, capsys):
     assert "def read_lines(path):" in printed and "EaModel, patched: tau " in printed and printed.endswith(": yes\n")
 
 
-@pytest.mark.parametrize("draft", ["demo-block", "suffix"])
-def test_usage_example_decodes_with_a_draft_that_is_no_head(draft, monkeypatch, capsys):
+@pytest.mark.parametrize(("draft", "tokens"), [("demo-block", 64), ("suffix", 32)])
+def test_usage_example_decodes_with_a_draft_that_is_no_head(draft, tokens, monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    assert usage_example.main(["--draft", draft], 64) == 0
+    assert usage_example.main(["--draft", draft], tokens) == 0
     printed = capsys.readouterr().out
     assert float(re.search(r"LlamaForCausalLM, patched: tau ([\d.]+) over", printed)[1]) > 2
     assert printed.endswith(": yes\n")

@@ -110,7 +110,7 @@ def codec_alone(codec_pair):
     }
 
 
-def prompts(count: int = 20) -> list[list[int]]:
+def prompts(count: int = 10) -> list[list[int]]:
     source = torch.Generator().manual_seed(3)
     return [torch.randint(2, VOCABULARY, (3 + number % 9,), generator=source).tolist() for number in range(count)]
 
@@ -150,7 +150,7 @@ class TestGreedyIsTheTargets:
     @pytest.mark.parametrize("options", EGAG_OPTIONS)
     def test_speculative(self, pair, alone, options, use_cache):
         rates = []
-        for prompt in prompts(5 if use_cache else 20):
+        for prompt in prompts(4 if use_cache else 10):
             tokens, rate = library.speculative_generate(
                 prompt, *pair, max_gen_len=16, gamma=4, use_cache=use_cache, engine=False, **options
             )
@@ -176,7 +176,7 @@ class TestGreedyIsTheTargets:
     @pytest.mark.parametrize("options", EGAG_OPTIONS)
     def test_encoder_decoder(self, codec_pair, codec_alone, options, use_cache):
         rates = []
-        for prompt in prompts(5 if use_cache else 20):
+        for prompt in prompts(4 if use_cache else 10):
             tokens, rate = library.speculative_generate_encoder_decoder(
                 prompt, *codec_pair, max_gen_len=10, use_cache=use_cache, **options
             )

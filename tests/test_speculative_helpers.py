@@ -194,8 +194,8 @@ BATCHES = (1, 2, 5, 17, 64, 256)
 NODES = (2, 3, 5, 7, 8, 9, 16, 17, 31, 32, 33, 60)
 
 
-def test_a_thousand_random_trees_kernel_against_reference(device):
-    """Build and walk, exact: launches of one size and many requests, 1,000 trees and more; lengths up to 131072.
+def test_hundreds_of_random_trees_kernel_against_reference(device):
+    """Build and walk, exact: launches of one size and many requests, 400 trees and more; lengths up to 131072.
 
     On a CPU every size takes the mask modes in turn, on a GPU all of them."""
     from eagle_triton import integrators
@@ -206,7 +206,7 @@ def test_a_thousand_random_trees_kernel_against_reference(device):
     source.shuffle(cases)
     chosen_cases = {nodes: [case for case in cases if case[0] == nodes][:4] for nodes in NODES}
     for index, (nodes, k, depth) in enumerate(case for group in chosen_cases.values() for case in group):
-        batch = BATCHES[index % len(BATCHES)] if torch.cuda.is_available() else (1, 2, 5, 17, 40, 64)[index % 6]
+        batch = BATCHES[index % len(BATCHES)] if torch.cuda.is_available() else (1, 2, 5, 9, 17, 24)[index % 6]
         scores, tokens, parents = draft_lists(batch, k, depth, seed=index, ties=index % 3 == 0)
         tokens = [level % 5 for level in tokens]  # few different tokens: siblings share some, targets hit often
         parent_list, chosen, drafts = organize_draft_results(scores, tokens, parents, nodes)
@@ -226,7 +226,7 @@ def test_a_thousand_random_trees_kernel_against_reference(device):
         walked = verify_tree_greedy(*(value.to(device) for value in tree), use_triton=True)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(walked, wanted, strict=True)), (nodes, k, depth)
         trees += batch
-    assert trees >= 1000
+    assert trees >= 400
 
 
 def signed(value):

@@ -62,12 +62,12 @@ def pairs(device):
 # --- greedy identity ---
 
 
-@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("count", [3, 12])
 def test_greedy_output_of_the_demo_is_the_targets(count, device):
     model = EaModel.from_pretrained("demo").to(device)
     eagle = EAGLEInference(model.ea_layer, model.base_model, tokenizer=model.tokenizer)
     text = model.tokenizer("\n".join(demo_prompts(20)), return_tensors="pt").input_ids[0].to(device)
-    lengths = {1: [700], 3: [1, 63, 300], 16: [1, 2, 5, 8, 13, 21, 34, 55, 64, 65, 89, 128, 144, 233, 512, 700]}[count]
+    lengths = {3: [1, 63, 300], 12: [1, 2, 5, 13, 34, 64, 65, 89, 128, 233, 512, 700]}[count]
     prompts = [text[3 * length : 4 * length] for length in lengths]
     limits = [12 + index % 3 for index in range(count)]
     _, stats = eagle.generate(prompts, limits)
@@ -81,10 +81,10 @@ def test_greedy_output_of_random_models_is_the_targets(name, device):
     draft, target = pairs(device)[name]
     base = target.base_model if isinstance(target, EaModel) else target
     prompts = [random_prompt(length)[0].to(device) for length in (9, 1, 130, 2, *range(3, 51, 4))]
-    want = [target_alone(base, prompt, 24 if index < 3 else 8) for index, prompt in enumerate(prompts)]
+    want = [target_alone(base, prompt, 22 if index < 3 else 8) for index, prompt in enumerate(prompts)]
     auto = EAGLEConfig(topk=3, num_steps=4, num_draft_tokens="auto")
     accepted = 0
-    for count, config in ((1, FIXED), (3, EAGLEConfig(slots=2)), (16, auto.changed(slots=5))):
+    for count, config in ((3, FIXED.changed(slots=2)), (16, auto.changed(slots=5))):
         limits = [len(tokens) for tokens in want[:count]]
         _, stats = EAGLEInference(draft, target, config).generate(prompts[:count], limits)
         assert new_tokens(stats) == want[:count]
@@ -104,14 +104,14 @@ def test_tensors_come_back_padded_and_masks_are_taken_off(device):
     assert torch.equal(eagle.generate(padded[:1], 4, return_stats=False), out[:1])
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 5, 7, 11])
-def test_exactly_max_new_tokens(limit):
+def test_exactly_max_new_tokens():
     model = tiny_model(vocab=8, seed=1, total_token=4, depth=2, top_k=1)
     draft = model.base_model  # draft = target: steps of four tokens, so that most limits fall inside one
     eagle = EAGLEInference(draft, model.base_model, EAGLEConfig(topk=1, num_draft_tokens=4, fallback=False))
-    (out,), stats = eagle.generate([random_prompt(6, vocab=8)[0]], limit)
-    assert len(out) == 6 + limit and stats["total_tokens_generated"] == limit
-    assert stats.completions[0].finished == "length"
+    for limit in (0, 1, 2, 3, 4, 5, 7, 11):
+        (out,), stats = eagle.generate([random_prompt(6, vocab=8)[0]], limit)
+        assert len(out) == 6 + limit and stats["total_tokens_generated"] == limit
+        assert stats.completions[0].finished == "length"
 
 
 def test_end_tokens_as_draft_as_bonus_and_as_first_token():
@@ -122,7 +122,7 @@ def test_end_tokens_as_draft_as_bonus_and_as_first_token():
     free = target_alone(base, prompt, 24)
     assert len(set(free[:12])) >= 6
     for place in range(12):
-        for stops in ([free[place]], [free[place], 31, free[(place + 3) % 12]]):
+        for stops in ([free[place]], [free[place], 31, free[(place + 3) % 12]])[: 1 + (place < 4)]:
             (_,), stats = eagle.generate([prompt], 24, stop_token_ids=stops)
             first = next(index for index, token in enumerate(free) if token in stops)
             assert new_tokens(stats) == [free[: first + 1]]
@@ -157,14 +157,14 @@ def never_right():
 def test_a_draft_that_is_never_right_costs_speed_and_nothing_else():
     draft, target = never_right()
     prompt = random_prompt(8)[0]
-    want = target_alone(target, prompt, 90)
+    want = target_alone(target, prompt, 70)
     assert 0 not in want
     config = EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4)
     _, stats = EAGLEInference(draft, target, config.changed(fallback=False)).generate([prompt], 30)
     assert stats["acceptance_rate"] == 0.0 and stats["mean_accept_length"] == 1.0 and new_tokens(stats) == [want[:30]]
     eagle = EAGLEInference(draft, target, config)
-    _, stats = eagle.generate([prompt], 90)
-    assert new_tokens(stats) == [want] and stats.plain_steps > 45
+    _, stats = eagle.generate([prompt], 70)
+    assert new_tokens(stats) == [want] and stats.plain_steps > 35
     assert stats["acceptance_rate"] == 0.0 and stats.tau == 1.0
     assert "plain" in eagle.report() and "drafting was stopped 0 times" not in eagle.report()
 
@@ -183,30 +183,24 @@ def memoryless_target():
     return model
 
 
-DISTRIBUTIONS = {
-    "filters": dict(temperature=1.7, top_k=4, top_p=0.9, min_p=0.1),
-    "rules": dict(temperature=1.0, repetition_penalty=1.6, logit_bias={1: 1.5, 3: -2.0}),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", DISTRIBUTIONS)
-def test_sampled_tokens_follow_the_targets_distribution(case):
+def test_sampled_tokens_follow_the_targets_distribution():
     """20,000 transitions of a target without memory: the joint distribution of (token, next token), total variation <
-    0.02.
+    0.02, with every filter and rule.
 
     A penalty's distribution depends on which tokens were seen too: each transition is expected by the distribution of
     its own history.
     """
-    model, options = memoryless_target(), dict(DISTRIBUTIONS[case])
+    model, options = memoryless_target(), dict(temperature=1.7, top_k=4, top_p=0.9, min_p=0.1)
+    penalty, bias = 1.6, {1: 1.5, 3: -2.0}
     config = EAGLEConfig(topk=2, num_steps=2, num_draft_tokens=4, fallback=False, slots=200)
     prompts = [torch.tensor([index % MEMORYLESS]) for index in range(200)]
     torch.manual_seed(0)
-    rows, stats = EAGLEInference(None, model, config).generate(prompts, 100, **options)
+    rules = dict(repetition_penalty=penalty, logit_bias=bias)
+    rows, stats = EAGLEInference(None, model, config).generate(prompts, 100, **options, **rules)
     assert stats["total_accepted_tokens"] > 1000
     with torch.no_grad():
         logits = model.base_model(torch.arange(MEMORYLESS)[:, None]).logits[:, 0].double()
-    penalty, bias = options.pop("repetition_penalty", 1.0), options.pop("logit_bias", {})
     sequences = torch.stack(rows)
     last, following = sequences[:, :-1].flatten(), sequences[:, 1:].flatten()
     seen = torch.nn.functional.one_hot(sequences, MEMORYLESS).cumsum(1)[:, :-1].flatten(0, 1) > 0
@@ -277,7 +271,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(tokens, strategy):
     eagle = EAGLEInference(None, model, config)
     prompts = [random_prompt(length)[0] for length in (6, 11, 3, 8, 20)]
     options = dict(temperature=[0.9, 0.0, 1.2, 0.7, 1.0], top_k=[0, 0, 5, 0, 3], top_p=[1.0, 1.0, 0.9, 0.8, 1.0])
-    limits, seeds = [16, 5, 12, 14, 16], [11, 12, 13, 14, 15]
+    limits, seeds = [12, 4, 9, 10, 12], [11, 12, 13, 14, 15]
     together = new_tokens(eagle.generate(prompts, limits, seed=seeds, **options)[1])
     assert together == new_tokens(eagle.generate(prompts, limits, seed=11, **options)[1])
     assert together != new_tokens(eagle.generate(prompts, limits, seed=99, **options)[1])
@@ -323,9 +317,8 @@ def test_min_new_tokens(demo):
     assert free.text.startswith(late.text) and 12 <= len(late.tokens) < 40 and late.finished == "stop"
 
 
-@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
-def test_filters_beside_temperature_0_change_nothing(strategy):
-    eagle = EAGLEInference(None, tiny_model(seed=5), EAGLEConfig(fallback=False, verify_strategy=strategy))
+def test_filters_beside_temperature_0_change_nothing():
+    eagle = EAGLEInference(None, tiny_model(seed=5), EAGLEConfig(fallback=False, verify_strategy="rejection"))
     prompts = [random_prompt(length)[0] for length in (6, 9)]
     greedy = new_tokens(eagle.generate(prompts, 12)[1])
     filters = dict(top_p=0.1, top_k=2, min_p=0.9)
@@ -375,7 +368,7 @@ def test_stop_strings_end_a_text(demo):
     free = demo.generate(prompt, 60, logprobs=True)[1].completions[0]
     assert len(free.logprobs) == len(free.tokens) == 60
     middle = len(free.text) // 2
-    for stop in (free.text[middle : middle + 3], free.text[middle : middle + 12], free.text[:1]):
+    for stop in (free.text[middle : middle + 12], free.text[:1]):
         options = dict(stop_strings=[stop, "never there"], logprobs=True)
         completion = demo.generate(prompt, 60, **options)[1].completions[0]
         assert completion.finished == "stop"
@@ -412,7 +405,7 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
     fallback = device == "cpu"  # on a GPU a graph that is captured late would count as memory
     eagle = EAGLEInference(None, model, EAGLEConfig(topk=2, num_steps=2, num_draft_tokens=4, fallback=fallback))
     source = random.Random(0)
-    prompts = [random_prompt(source.randint(1, 40), seed=index)[0].to(device) for index in range(10)]
+    prompts = [random_prompt(source.randint(1, 40), seed=index)[0].to(device) for index in range(6)]
     kinds = [(prompt, seed) for prompt in prompts for seed in (None, 1)]
     distributions = [
         SamplingParams() if seed is None else SamplingParams(temperature=1.0, seed=seed) for _, seed in kinds
@@ -427,7 +420,7 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
         while len(got) < 100:
             for _ in range(source.choice([0, 0, 1, 5, 12])):
                 if len(wanted) < 100:
-                    kind, limit, stop = source.randrange(20), source.randint(1, 14), source.randrange(32)
+                    kind, limit, stop = source.randrange(12), source.randint(1, 14), source.randrange(32)
                     index = session.submit(kinds[kind][0], limit, distributions[kind], stop_token_ids=[stop])
                     tokens = alone[kind][:limit]
                     wanted[index] = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
@@ -602,8 +595,7 @@ def test_a_draft_step_takes_a_row_for_each_sequence():
         eagle.draft_step(IDS[:1], eagle.draft_step(IDS).past_key_values)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "model"])
-@pytest.mark.parametrize("length", [3, 600], ids=["append", "read anew"])
+@pytest.mark.parametrize(("kind", "length"), [("eagle3", 3), ("eagle3", 600), ("model", 3), ("model", 600)])
 def test_two_draft_steps_from_one_prefix_are_independent(kind, length):
     model = tiny_model(seed=1)
     draft = tiny_model(eagle3=False, layers=2, seed=1).base_model if kind == "model" else model.ea_layer
@@ -706,8 +698,7 @@ def test_paths_that_hold_nothing_are_refused_by_the_names_they_have_here(tmp_pat
             EAGLEInference(draft, target)
 
 
-@pytest.mark.parametrize("target", ["demo", "path"])
-@pytest.mark.parametrize("head", ["eagle3", "eagle1"])
+@pytest.mark.parametrize(("head", "target"), [("eagle3", "path"), ("eagle1", "demo")])
 def test_a_head_and_its_target_by_their_paths(head, target):
     place, target = str(demo_directory(head)), "demo" if target == "demo" else str(demo_directory("target"))
     eagle = EAGLEInference(place, target, FIXED, "cpu")

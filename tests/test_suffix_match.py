@@ -703,7 +703,7 @@ def test_suffix_drafts_equal_the_reference(device, tree, monkeypatch):
     poison(monkeypatch)
     drafted = former = compared = 0
     for case in range(20 if device == "cuda" else 5):
-        batch, columns = 12, int(rng.integers(20, 80))
+        batch, columns = 12 if device == "cuda" else 7, int(rng.integers(20, 80))
         tokens, lengths, ring = some_texts(rng, batch, columns, device)
         stored = None if case % 5 == 4 else ring
         rules = SuffixRules(
@@ -724,7 +724,7 @@ def test_suffix_drafts_equal_the_reference(device, tree, monkeypatch):
         compared += int(chosen.sum())
         drafted += int((expected.match > 0).sum())
         former += int(expected.from_ring.sum())
-    assert drafted > compared // 3 and former > drafted // 10 and compared > 10 * (case + 1)
+    assert drafted > compared // 3 and former > drafted // 10 and 6 * compared > 5 * batch * (case + 1)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["path", "tree"])
@@ -896,7 +896,7 @@ def test_ngram_drafts_equal_the_reference(device, monkeypatch):
     for case in range(16):
         columns = int(rng.choice([30, 60]))
         cases = []
-        for _ in range(64):
+        for _ in range(64 if device == "cuda" else 32):
             prompt, generated = rng.integers(0, columns // 2, 2)
             vocabulary = int(rng.integers(2, 9))
             generated = max(generated, 1 - prompt, 0)
@@ -915,7 +915,7 @@ def test_ngram_drafts_equal_the_reference(device, monkeypatch):
         drafts = kernels.ngram_drafts(*batch, places, **options)
         same_drafts(drafts, reference.ngram_drafts(*batch, places, **options))
         drafted += int((drafts.match > 0).sum())
-    assert drafted > 120
+    assert drafted > 60
 
 
 @pytest.mark.parametrize("match", ["leftmost", "latest"])

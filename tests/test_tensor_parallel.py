@@ -4,8 +4,8 @@ import functools
 import json
 import os
 import re
+import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -37,6 +37,7 @@ from eagle_triton.families import own_ea_model as native
 from eagle_triton.inference import EAGLEInference
 from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
+from tests.forked import FORKS, start_program
 from tests.forked_ranks import SECONDS, Forks, run_started
 from tests.tiny import tiny_model
 
@@ -48,23 +49,28 @@ two_processes = pytest.mark.skipif(
     reason="needs gloo, and transformers from 5.17 on, which spreads models as it does now",
 )
 
+needs_forks = pytest.mark.skipif(not FORKS, reason="ranks of a server are forked, and asked to end by signals")
+
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-HIDDEN = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""Of ranks on the CPU: transformers puts them on GPUs where there are any."""
+def serve_on_two_ranks(argv):
+    """As torchrun does, but for ranks that are forked: its agent ends them when one has failed, or if asked to."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    where = dict(rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", run_id="test")
+    elastic_launch(LaunchConfig(1, 1, 2, max_restarts=0, start_method="fork", **where), serve)(argv)
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-SERVE = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
-SERVERS = [*TORCHRUN, "2", "--no-python", sys.executable, "-c", SERVE, "--device", "cpu"]
+def serve(argv):
+    from eagle_triton.serve.main import main
+
+    sys.exit(main(argv))
 
 
-def started_by_torchrun(*command, ranks=2, **environment):
-    """Exit status of torchrun, and what some processes print and write to stderr."""
-    command, env = [*TORCHRUN, str(ranks), *command], ENVIRONMENT | environment
-    done = subprocess.run(command, cwd=ROOT, env=env, timeout=SECONDS, text=True, capture_output=True)
-    return done.returncode, done.stdout, done.stderr
+def servers(*argv):
+    """Two ranks that serve."""
+    return start_program(serve_on_two_ranks, "--device", "cpu", *argv, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
 
 def ended_well(run, *command, ranks=2, **environment):
@@ -147,7 +153,8 @@ def test_ranks_wait_for_one_that_comes_late(torchrun, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
 def test_threads_of_collectives_end_before_python_does():
     """Else one of them may want Python's lock when there is none any more, which aborts the process."""
-    lines = ended_well(started_by_torchrun, "tests/ending_rank_script.py").splitlines()
+    started = functools.partial(run_started, PYTHONPATH=ENVIRONMENT["PYTHONPATH"])
+    lines = ended_well(started, "tests/ending_rank_script.py").splitlines()
     assert len(lines) == 2
     for shown in lines:
         before, at_the_end = map(int, shown.split())
@@ -234,38 +241,37 @@ def test_ranks_are_compared_with_one_process_by_a_command(torchrun, tmp_path):
 
 @pytest.mark.slow
 @two_processes
-@pytest.mark.skipif(sys.platform == "win32", reason="torchrun cannot ask a process there to end")
+@needs_forks
 def test_rank_0_serves_what_all_share():
     pytest.importorskip("uvicorn", reason='pip install ".[serve,test]"')
     body = {"prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
     expected = EAGLEInference.from_pretrained("demo", device="cpu").generate(
         body["prompt"], body["max_tokens"], temperature=0.0
     )[1]
-    command = [*SERVERS, "--port", "0", "--max-num-seqs", "1"]
-    with subprocess.Popen(command, cwd=ROOT, env=HIDDEN, stderr=subprocess.PIPE, text=True) as servers:
-        log = []
-        try:
-            url = f"http://127.0.0.1:{port_of(servers, log)}/v1/completions"
-            request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-            with urlopen(request, timeout=60) as answer:
-                assert json.load(answer)["choices"][0]["text"] == expected.completions[0].text
-        finally:
-            servers.terminate()
-            servers.wait(60)
+    both, log = servers("--port", "0", "--max-num-seqs", "1"), []
+    try:
+        url = f"http://127.0.0.1:{port_of(both, log)}/v1/completions"
+        request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["choices"][0]["text"] == expected.completions[0].text
+        both.send_signal(signal.SIGTERM)
+        both.wait()
+    finally:
+        both.kill()
     assert any("rank 1 of 2: rank 0 answers" in line for line in log)
 
 
 @pytest.mark.slow
 @two_processes
-@pytest.mark.skipif(sys.platform == "win32", reason="torchrun cannot ask a process there to end")
+@needs_forks
 def test_a_server_that_cannot_listen_ends_all_ranks():
-    """Also those that wait for rank 0 to load, and not only when torchrun kills them after 30 seconds."""
+    """Also those that wait for rank 0 to load, and not only when its agent kills them after 30 seconds."""
     pytest.importorskip("uvicorn", reason='pip install ".[serve,test]"')
     with socket.create_server(("127.0.0.1", 0)) as other:
-        command, start = [*SERVERS, "--port", str(other.getsockname()[1])], time.monotonic()
-        done = subprocess.run(command, cwd=ROOT, env=HIDDEN, capture_output=True, text=True)
-    assert done.returncode and "cannot listen on" in done.stderr
-    assert not re.search(r"exitcode +: -9", done.stderr), done.stderr
+        both, start = servers("--port", str(other.getsockname()[1])), time.monotonic()
+        said = both.stderr.read()
+    assert both.wait() and "cannot listen on" in said
+    assert re.search(r"exitcode +: 2", said) and not re.search(r"exitcode +: -9", said), said
     assert time.monotonic() - start < SECONDS
 
 

@@ -95,9 +95,8 @@ FILTERS = {
     "min_p": {"min_p": 0.2},
     "hot": {"top_p": 0.99, "temperature": 3.0},
 }
-CASES = [
-    (size, name) for size in SIZES for name in FILTERS if CUDA or size[0] < 20 or (size[0], name) == (65, "everything")
-]
+CASES = [(size, name) for size in SIZES for name in FILTERS if CUDA or size[0] == 7]
+CASES += [] if CUDA else [(SIZES[0], "everything"), (SIZES[0], "greedy"), (SIZES[-1], "min_p")]
 
 
 def sampled_trees(size, filters, device):
@@ -249,9 +248,7 @@ def test_target_match(device, size, filters):
 
 
 TOPP = [(*case, limits) for case in PLACED for limits in ((0, 0), (0, 2), (2, 2)) if CUDA or limits == (2, 2)]
-TOPP += (
-    [] if CUDA else [(SIZES[1], name, limits) for name in ("plain", "top_p", "greedy") for limits in ((0, 0), (0, 2))]
-)
+TOPP += [] if CUDA else [(SIZES[1], name, limits) for name in ("plain", "top_p") for limits in ((0, 0), (0, 2))]
 
 
 @pytest.mark.parametrize(("size", "filters", "limits"), TOPP, ids=lambda value: str(value).replace(", ", "-"))
@@ -270,7 +267,7 @@ def test_topp(device, size, filters, limits):
     assert not nan.any()
 
 
-@pytest.mark.parametrize("limits", [None, (), (0, 0), (0, 2)], ids=["rejection", "match", "topp", "topp of two"])
+@pytest.mark.parametrize("limits", [None, (), (0, 2)], ids=["rejection", "match", "topp of two"])
 def test_walks_over_logits_that_tie(device, limits):
     """Each draft is judged by whether its index stays, not by its logit alone."""
     source = torch.Generator().manual_seed(36)
@@ -297,7 +294,7 @@ def test_walks_over_logits_that_tie(device, limits):
 @pytest.mark.parametrize("operation", ["verify_target_match", "verify_topp"])
 def test_placed_walks_with_nan_strides_and_mixed_temperatures(device, operation):
     source = torch.Generator().manual_seed(3)
-    batch, nodes, depth = 6, 9, 4
+    batch, nodes, depth = 6, 6, 3
     logits = torch.randn(batch, 2 * nodes, 60, generator=source).to(device)[:, ::2, ::2]
     parents = random_tree(batch, nodes, depth, source)
     tokens = fill(parents, logits.argmax(-1), 30, source).to(device)
@@ -333,8 +330,8 @@ def test_placed_walks_with_nan_strides_and_mixed_temperatures(device, operation)
     ],
 )
 def test_seeds_follow_the_law(device, strategy, filters):
-    """Both tokens of a walk over 240,000 seeds against exact enumeration: total variation < 0.01 and a chi-square."""
-    batch, vocabulary = 240_000, 6
+    """Both tokens of a walk over 100,000 seeds against exact enumeration: total variation < 0.01 and a chi-square."""
+    batch, vocabulary = 100_000, 6
     logits = torch.randn(1, 6, vocabulary, generator=torch.Generator().manual_seed(4))
     tokens, parents = torch.tensor([[0, 3, 1, 5, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32)
     for row in range(6):  # what follows a token is the same whether it was drafted or not

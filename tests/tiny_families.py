@@ -100,9 +100,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 SIMILAR = (
     *("hyperclovax without post-norms", "seed_oss", "exaone", "exaone4 without windows", "internlm3", "iquestcoder"),
-    *("cwm", "helium", "glm", "sarvam_moe", "dots1", "solar_open", "olmoe"),
+    *("cwm", "helium", "glm", "sarvam_moe", "dots1", "solar_open", "olmoe", "granitemoe", "glm4_moe", "olmo3", "gemma"),
+    *("qwen2_moe", "mixtral", "exaone_moe", "mellum", "vaultgemma"),
 )
-"""Cases that show kernels and heads nothing that another case does not."""
+"""Cases that show trees, kernels and heads nothing that others do not. tests/test_experts.py runs their mixtures."""
 
 
 NOT_OVER_RANKS = {

@@ -170,7 +170,7 @@ def _note_on_float8(read: int, called: int, mixtures: int, experts: int) -> dict
     if by_weights := " and ".join(f"{count} {what}" for what, count in parts.items() if count):
         notes.append(f"{EXACT}: {by_weights} are read by their weights, and their inputs are not rounded")
     if called:
-        notes.append(f"{AS_PUBLISHED}: {called} FP8 projections are called as modules, and round their inputs")
+        notes.append(f"{AS_PUBLISHED}: {called} FP8 projections are called as modules, which may round their inputs")
     if experts:
         notes.append(f"{experts} mixtures of experts with FP8 weights are called as modules, and round their inputs")
     return {"activations": "; ".join(notes)} if notes else {}
