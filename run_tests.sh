@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install what is missing into .venv, then lint and test there, in 14 to 18 minutes on two cores.
+# Install what is missing into .venv, then lint and test there, in 14 to 20 minutes on two cores.
 # Arguments go to run_tests.py.
 set -euo pipefail
 cd "$(dirname "$0")"
