@@ -147,9 +147,9 @@ def assemble(
     notes |= notes_on_stored(layers)
     if (called := note_on_mixtures(layers)) is not None:
         notes["experts"] = called
-    prefixes = view.dtype == torch.float32 if options.prefixes == "auto" else bool(options.prefixes)
-    if options.prefixes == "auto" and not prefixes:
-        notes["prefixes"] = _COMPUTED_AGAIN
+    prefixes = bool(options.prefixes)
+    if options.prefixes == "auto" and view.dtype != torch.float32 and view.by_token:  # others reuse nothing, and say so
+        prefixes, notes["prefixes"] = False, _COMPUTED_AGAIN
     verification = options.verification
     if not verification.lossless:
         notes["verification"] = verification.summary

@@ -294,6 +294,15 @@ def test_generate_of_a_patched_model_is_its_own(pairs, expected, draft):
     assert torch.equal(out[0].cpu(), expected("qwen3_next", 20, 24)) and vars(model).get("generate") is own
 
 
+def test_in_16_bits_the_report_still_says_that_recurrent_layers_reuse_nothing():
+    """And not that prefixes=True would."""
+    model = tiny_hybrid(KIND, VOCAB).to(DEVICE, torch.bfloat16)
+    with optimize_with_triton(model)[1] as originals:
+        model.generate(PROMPTS[3][None].to(DEVICE), max_new_tokens=2, do_sample=False)
+        (entry,) = [entry for entry in originals.report() if entry.path == "prefixes"]
+    assert entry.reason == "computed again: recurrent layers keep no state inside a prompt"
+
+
 @pytest.mark.versions
 def test_generate_gives_rows_takes_embeddings_and_leaves_what_states_cannot_skip(pairs):
     model, _ = pairs("qwen3_next")

@@ -39,7 +39,7 @@ class LongPrompts:
     ):
         """shapes: `span_shape` of the target's layers; if all are None, nothing is chosen. draft_shapes: of the draft's
         layers. notes: gets the reason if this is given up. wanted: whether to do this; None: if cuDNN can."""
-        self._ops, self._dtype, self._device, self._notes = ops, dtype, device, notes
+        self._dtype, self._device, self._notes = dtype, device, notes
         known = {shape for shape in shapes if shape is not None}
         self._columns = max((heads * width for heads, _, width in known), default=0)  # of q
         self._shapes = sorted(known.union(shape for shape in draft_shapes if shape is not None))
