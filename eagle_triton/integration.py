@@ -23,18 +23,17 @@ from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.families.assistants import read_assistant
+from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.generate import generate_patch_point
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
 from eagle_triton.families.reading.experts import blocks_read
 from eagle_triton.families.reading.quantised import with_quantised
-from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import fit_head, load_head
-from eagle_triton.models.heads import DraftHead
-from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
+from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id, is_assistant, load_assistant
 from eagle_triton.models.mtp import MTP, load_mtp, tensor_names
 from eagle_triton.options import PatchOptionNames, PatchOptions, candidates_of, check_nodes
 from eagle_triton.patching import Originals, PatchError
@@ -279,8 +278,8 @@ class _Assistants:
         if wanted.model is None:
             draft = RepeatDraft(NgramSource(wanted.tokens, wanted.ngram))
         else:
-            chain = TreeSpec.chain(wanted.tokens)
-            draft = draft_from_causal_lm(wanted.model, view, lambda: chain, root="assistant_model")
+            chain, target = TreeSpec.chain(wanted.tokens), self._roots["model"]
+            view, draft = read_assistant(wanted.model, view, target, lambda: chain, wanted.in_blocks)
             reading = with_quantised(view, draft, own)
             assert reading.draft is not None
             draft, read, copied = reading.draft, reading.modules, reading.copied
@@ -291,7 +290,7 @@ class _Assistants:
             raise UnsupportedModelError(str(error)) from error
         read |= blocks_read(getattr(draft, "layers", ()))
         watch = ModelWatch({**self._roots, **own}, self._read_modules | read, {**self._copied, **copied})
-        return Drafting(self._engine.beside(draft, watch), draft.read_tree), read, copied
+        return Drafting(self._engine.beside(draft, watch, view), draft.read_tree), read, copied
 
     def clear(self) -> None:
         """Forget the last draft."""
@@ -329,18 +328,20 @@ def restore_eagle(model: ModelT, originals: Originals | None = None) -> ModelT:
     return restore(model, originals)
 
 
-def _head_at(draft: str | Path, model: Any) -> DraftHead | BlockDrafter:
-    """Load a head or a block drafter from its directory or hub id, to the target's device and dtype."""
+def _head_at(draft: str | Path, model: Any) -> nn.Module:
+    """Load a head, a block drafter or an assistant from its directory or hub id, to the target's device and dtype."""
     path = path_of(draft, HEAD_FOLDERS[True])
     if not path or not (Path(path).is_dir() or "/" in path):
         raise ValueError(
-            f"draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head or a block drafter, a "
-            f"Draft or a model, "
-            f"got {draft!r}"
+            "draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head, a block drafter or an "
+            f"assistant, a Draft or a model, got {draft!r}"
         )
     read_causal_lm(model)  # raises unless it can be a target
     path = directory_or_hub_id("draft", path)
-    if is_block_drafter(tensor_names(path)):
+    names = tensor_names(path)
+    if is_assistant(names):
+        return load_assistant(path, model)
+    if is_block_drafter(names):
         return fit_block_drafter(load_block_drafter(path, text_config(model.config)), model)
     return fit_head(load_head(path, None, text_config(model.config), {}), model)
 

@@ -34,7 +34,16 @@ from eagle_triton.runtime.split_sums import Product, SharedSums, total_of
 from tests.peer_memory_script import memory_in
 from tests.tensor_parallel_script import refused
 from tests.tiny import generate_row, random_prompt
-from tests.tiny_families import CASES, NOT_OVER_RANKS, SIMILAR, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
+from tests.tiny_families import (
+    CASES,
+    NOT_OVER_RANKS,
+    SEES_ONLY,
+    SIMILAR,
+    WITH_IMAGES,
+    tiny_family,
+    tiny_head,
+    tiny_seeing_family,
+)
 from tests.tiny_hybrids import DEEPSEEK, KINDS, MIMO, QWEN, mtp_tensors, tiny_hybrid
 
 ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3)])
@@ -49,10 +58,10 @@ HEADS = ("phi3", "olmo2", "gemma3_text", "glm4", "mixtral")
 WHOLE = (
     *HEADS,
     *("llama yarn", "granite", "granitemoe", "glm4_moe", "gemma2", "gemma4_text", "qwen3_moe", "qwen2_moe"),
-    *("dots1", "flex_olmo"),
+    *("dots1", "flex_olmo", "afmoe", "laguna"),
 )
 """Cases with a plan of transformers of their own, and those whose parts are exchanged through memory too."""
-THROUGH_MEMORY = ("granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "gemma4_text")
+THROUGH_MEMORY = ("granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "gemma4_text", "laguna")
 
 
 def generated(model: Any, *asked: dict[str, Any], new: int = 5) -> list[Tensor]:
@@ -119,7 +128,7 @@ def every_family(folder: Path) -> None:
     dist.barrier()
     memory = memory_in(folder, dist.get_rank(), rows=12, width=64)
     for case, (kind, options) in CASES.items():
-        if kind in NOT_OVER_RANKS:
+        if kind in (*NOT_OVER_RANKS, *SEES_ONLY):
             continue
         if case in WHOLE:
             whole = tiny_family(case, **DIVISIBLE.get(case, {}))
@@ -146,7 +155,8 @@ def families_that_see(folder: Path) -> None:
     """Their plans have longer names; what the layers compute is that of families above."""
     for kind in WITH_IMAGES:
         if f"{kind}_text" not in NOT_OVER_RANKS:
-            few = DIVISIBLE["gemma4_text"] if kind.startswith("gemma4") else dict(num_hidden_layers=2)
+            options = CASES.get(WITH_IMAGES[kind][0], ("", {}))[1]
+            few = DIVISIBLE["gemma4_text"] if kind.startswith("gemma4") else two_layers(options)
             whole = tiny_seeing_family(kind, **few)
             tokens_are_the_originals(whole, folder / kind, kind=AutoModelForImageTextToText, asked=(BATCH,))
 

@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import transformers
 
 from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import batches, drafters, egag, generate, models, operations, prefill, serve, step, timing
@@ -36,6 +37,7 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models import shapes
+from eagle_triton.models.target import language_model
 from eagle_triton.reference import verification
 from tests.forked import start_program
 from tests.programs import recorded, refused
@@ -429,11 +431,14 @@ def test_positions_are_those_of_the_shapes_and_the_demo():
     published = {"llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.60}
     published |= {"qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70}
     published |= {"gpt-oss-20b": 20.91, "gemma3-12b": 11.77, "phi4-mini": 3.84}
+    if hasattr(transformers, "MuseGlimmerConfig"):
+        published["muse-glimmer-30b"] = 27.85
     for shape, billions in published.items():
         base = shapes.random_model(shape, device="meta").base_model
         # as published: these keep one matrix for both
         tied = shape in ("llama-3.2-3b", "qwen3-0.6b", "qwen3-4b", "gemma3-12b", "phi4-mini")
-        count = sum(weight.numel() for weight in base.parameters()) - tied * base.lm_head.weight.numel()
+        count = sum(weight.numel() for weight in language_model(base).parameters())
+        count += (not tied) * base.lm_head.weight.numel()
         assert round(count / 1e9, 2) == billions
     assert stored_positions("demo") == EaModel.from_pretrained("demo").config.max_position_embeddings == 2048
 

@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, export_head, optimize_with_triton
+from eagle_triton import (
+    EAGLEConfig,
+    EAGLEInference,
+    TritonConfig,
+    UnsupportedModelError,
+    export_head,
+    optimize_with_triton,
+)
 from eagle_triton.cli import main
 from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft
@@ -24,10 +32,11 @@ from eagle_triton.export.comparison import compare_drafts
 from eagle_triton.inference import EGAGConfig, SpeculativeConfig, create_proposer
 from eagle_triton.inference.stages import Prefix
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
-from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
+from eagle_triton.models.block_loading import block_drafter_of, fit_block_drafter, load_block_drafter
 from eagle_triton.models.head_loading import load_head
 from tests.checkpoints import config_of, edited
 from tests.tiny import generate_row, random_prompt, tiny_model
+from tests.tiny_families import randomise, skipped_if_unknown, tiny_family
 from tests.tiny_hybrids import KINDS as HYBRIDS
 from tests.tiny_hybrids import tiny_hybrid
 
@@ -541,6 +550,137 @@ def test_a_report_says_that_hardly_any_draft_is_right():
             ids = random_prompt(5, VOCAB, length)
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
             assert ("hardly any draft is right" in str(originals)) == words
+
+
+# --- transformers' own ---
+
+
+def assistant(**changes: object) -> nn.Module:
+    """Muse-Glimmer's, whose window is smaller than the texts."""
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=16, sliding_window=7, block_size=BLOCK, mask_token_id=3,
+                 target_layer_ids=[0, 1, 2], pad_token_id=0, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    with skipped_if_unknown():
+        config = transformers.AutoConfig.for_model("muse_glimmer_assistant", **sizes | changes)
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config).eval()
+    randomise(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def muse() -> nn.Module:
+    with skipped_if_unknown():
+        return tiny_family("muse_glimmer_text")
+
+
+TEXT = 2 + random_prompt(21, 22, seed=4)  # some drafts are right
+
+
+def texts_of(model: nn.Module, **options: object) -> Tensor:
+    return model.generate(TEXT, attention_mask=torch.ones_like(TEXT), max_new_tokens=24, do_sample=False, **options)
+
+
+DFLASH = dict(speculation_type="dflash")
+OF_LAYERS: dict[str, dict] = {
+    "windows": {},
+    "all seen": dict(layer_types=["full_attention"] * 2),
+    "eager": dict(layer_types=["sliding_attention", "full_attention"], attn_implementation="eager"),
+}
+
+
+@pytest.mark.parametrize("layers", OF_LAYERS)
+@torch.no_grad()
+def test_an_assistant_of_transformers_is_a_block_drafter(muse, layers):
+    """By each of its forwards, which keep the context in its cache, and by the drafts of the engine."""
+    module, steps = assistant(**OF_LAYERS[layers]), []
+    drafter = block_drafter_of(module, muse.config.text_config)
+    assert drafter.layers[0].mlp.up_proj.weight is module.layers[0].mlp.up_proj.weight  # nothing is copied
+    with module.register_forward_hook(
+        lambda _, args, inputs, out: steps.append((inputs, out.last_hidden_state)), with_kwargs=True
+    ):
+        want = texts_of(muse, assistant_model=module, **DFLASH)
+    assert len(steps) > 10
+    context, drafts = torch.zeros(1, 0, 64), {}
+    for inputs, hidden in steps:
+        context = torch.cat((context, drafter.context(inputs["context_hidden_states"])), 1)
+        torch.testing.assert_close(drafter(inputs["noise_embeds"], context), hidden, rtol=0, atol=1e-5)
+        drafts[context.shape[1] + 1] = muse.lm_head(hidden)[0, 1:].argmax(-1).tolist()
+    text, compared = TEXT[0].tolist(), 0
+    for piece in EAGLEInference(module, muse, EAGLEConfig(fallback=False)).stream([text], 24, report_drafts=True):
+        if piece.tree is not None and len(text) in drafts:  # transformers drafts nothing for the last token
+            assert piece.drafts == drafts[len(text)]
+            compared += 1
+        text += piece.tokens
+    assert text == want[0].tolist() and compared == len(drafts)
+
+
+def test_an_assistant_of_transformers_drafts_in_every_call(muse, tmp_path):
+    """The tokens are those of plain decoding, and nothing runs the original."""
+    module, want = assistant(), texts_of(muse)
+    module.save_pretrained(tmp_path / "assistant")
+    muse.save_pretrained(tmp_path / "target")
+    taus = set()
+    for draft, options in (
+        (module, {}),
+        (tmp_path / "assistant", {}),
+        (None, dict(assistant_model=module, **DFLASH)),
+        ("suffix", dict(assistant_model=module, **DFLASH)),
+    ):
+        with optimize_with_triton(muse, draft, TritonConfig(strict=True))[1] as originals:
+            assert torch.equal(texts_of(muse, **options), want)
+            row = generate_row(originals)
+            assert (row.calls, row.fallbacks) == (1, 0)
+            taus |= set(re.findall(r"tau \S+ over \d+ steps", str(originals)))
+            if options:  # the next call drafts as before
+                assert torch.equal(texts_of(muse), want) and generate_row(originals).calls == 2
+    assert len(taus) == 1 and not taus.pop().startswith("tau 1.00 ")
+    tree = TritonConfig(num_draft_tokens=16, topk=4, strict=True)
+    with optimize_with_triton(muse, module, tree)[1]:
+        assert torch.equal(texts_of(muse), want)
+    folders = str(tmp_path / "assistant"), str(tmp_path / "target")
+    for draft, model in ((module, muse), folders):
+        tokens, figures = EAGLEInference(draft, model, EAGLEConfig(fallback=False)).generate(TEXT, 24)
+        assert torch.equal(tokens.cpu(), want) and figures.tau > 1
+
+
+def test_a_changed_assistant_is_refused_or_read_again(muse):
+    module, want = assistant(), texts_of(muse)
+    up = module.layers[0].mlp.up_proj
+    with optimize_with_triton(muse, module)[1]:
+        assert torch.equal(texts_of(muse), want)
+        up.weight = nn.Parameter(up.weight.detach().clone())
+        with pytest.raises(RuntimeError, match=r"draft\.layers\.0\.mlp\.up_proj\.weight was replaced"):
+            texts_of(muse)
+    with optimize_with_triton(muse, None, TritonConfig(strict=True))[1] as originals:
+        for _ in range(2):
+            assert torch.equal(texts_of(muse, assistant_model=module, **DFLASH), want)
+            up.weight = nn.Parameter(2 * up.weight.detach())
+        assert generate_row(originals).calls == 2
+
+
+def test_an_assistant_of_transformers_that_does_not_fit_is_refused(muse):
+    for changes, message in (
+        (dict(hidden_size=32), "hidden_size is 32, but 64 in the target"),
+        (dict(mask_token_id=24), r"mask_token_id must be a row of the embedding, 0\.\.23, got 24"),
+        (dict(target_layer_ids=[0, 3]), r"inputs of layers \[1, 4\]"),
+        (dict(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
+        (dict(sliding_window=3), "must cover the block of 6 rows, got 4"),
+    ):
+        module = assistant(**changes)
+        with pytest.raises((ValueError, UnsupportedModelError), match=message):
+            optimize_with_triton(muse, module)
+        strict, refused = TritonConfig(strict=True), pytest.raises(ValueError, match=f"assistant_model: .*{message}")
+        with optimize_with_triton(muse, None, strict)[1], refused:
+            texts_of(muse, assistant_model=module, **DFLASH)
+    module = assistant()
+    with optimize_with_triton(muse, None, TritonConfig(strict=True))[1]:
+        with pytest.raises(ValueError, match="'muse_glimmer_assistant' is not supported"):
+            texts_of(muse, assistant_model=module)
+        with pytest.raises(ValueError, match="speculation_type"):
+            texts_of(muse, assistant_model=muse, **DFLASH)
+    with pytest.raises(UnsupportedModelError, match="torch.float16"):
+        optimize_with_triton(muse, module.half())
 
 
 # --- export ---

@@ -31,7 +31,15 @@ from tests.test_layers import DTYPES, assert_close
 from tests.tiny_families import skipped_if_unknown, tiny_family
 from tests.tiny_hybrids import KINDS, tiny_hybrid
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "granitemoe", "glm4_moe", "gpt_oss")
+FAMILIES = (
+    *("qwen3_moe", "qwen2_moe", "mixtral", "granitemoe", "glm4_moe", "gpt_oss"),
+    *("afmoe", "laguna", "minimax_m2", "hy_v3"),
+)
+IN_FP32 = {  # what transformers keeps so
+    "glm4_moe": ("gate.e_score_correction_bias",),
+    "afmoe": ("expert_bias",),
+    "hy_v3": ("e_score_correction_bias", "gate.weight"),
+}
 HYBRIDS = [kind for kind in ("qwen3_next", "qwen3_5_moe") if kind in KINDS]
 
 ROUTINGS = {
@@ -40,6 +48,8 @@ ROUTINGS = {
     "softmax of chosen": Routing(3, "softmax_of_chosen"),
     "sigmoid": Routing(3, "sigmoid", renormalised=False, weights_in_fp32=True, scale=1.5),
     "groups": Routing(3, "sigmoid", groups=3, chosen_groups=2, scale=0.7),
+    "rounded": Routing(3, "sigmoid", weights_in_fp32=True, scale=1.5, rounded_logits=True),
+    "rounded scores": Routing(3, "sigmoid", rounded_scores=True, eps=1e-6),
 }
 
 
@@ -74,6 +84,39 @@ def test_route(device, kind, rows, dtype):
         agreed = (exact.experts == same.experts).all(1)  # two logits may be one in 16 bits
         assert agreed.any()
         assert_close(got.weights[agreed], same.weights[agreed], exact.weights[agreed].float())
+
+
+@pytest.mark.parametrize("correction", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["rounded", "groups"])
+def test_a_correction_has_a_dtype_of_its_own(device, kind, correction):
+    """It is added to scores in fp32, whatever the rows are: a rounded one chooses as its fp32 numbers do."""
+    x, weight, bias, of_scores, routing = router(device, DTYPES[-1], ROUTINGS[kind], 64)
+    of_scores = (9 * of_scores).to(correction)
+    for module in (experts, reference):
+        got = module.route(x, weight, bias, of_scores, routing)
+        wide = module.route(x, weight, bias, of_scores.float(), routing)
+        assert all(map(torch.equal, got, wide))
+        assert not torch.equal(got.experts, module.route(x, weight, bias, None, routing).experts)
+    assert torch.equal(got.experts, experts.route(x, weight, bias, of_scores, routing).experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounded_logits_are_heard(device, dtype):
+    """They are the scores of a product in 16 bits, as some models compute them; others' are of one in fp32."""
+    x, weight, _, correction, routing = router(device, dtype, ROUTINGS["rounded"], 64)
+    exact = replace(routing, rounded_logits=False)
+    for module in (experts, reference) if dtype in DTYPES else (reference,):
+        got, other = (module.route(x, weight, None, correction, way) for way in (routing, exact))
+        for routes, logits in ((got, (x.float() @ weight.float().T).to(dtype)), (other, x.float() @ weight.float().T)):
+            scores = logits.float().sigmoid()
+            chosen = (scores + correction).topk(3).indices
+            weights = scores.gather(1, chosen)
+            weights = 1.5 * weights / weights.sum(1, keepdim=True)
+            alike = (routes.experts.sort().values == chosen.sort().values).all(1)  # of nearly equal scores any is right
+            assert alike.float().mean() > 0.95
+            near = (routes.weights.sort().values - weights.sort().values).abs()[alike] < 1e-6
+            assert near.float().mean() > 0.95  # the order of a sum may change a logit's last bit
+        assert (got.weights != other.weights).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -490,6 +533,9 @@ def test_what_does_not_fit_is_refused(device):
             module.route(x, weight, None, None, Routing(3, "sigmoid", groups=12, chosen_groups=1))
         with pytest.raises(ValueError, match='correction needs routing.score "sigmoid"'):
             module.route(x, weight, None, torch.zeros(12, device=device), Routing(3))
+        for wrong in (torch.zeros(11, device=device), torch.zeros(12, dtype=torch.int32, device=device)):
+            with pytest.raises(ValueError, match=r"route: correction must be floats \[12\]"):
+                module.route(x, weight, None, wrong, Routing(3, "sigmoid"))
         with pytest.raises(ValueError, match="gate_up must have an even number of rows, got 47"):
             module.experts_swiglu(x, gate_up[:, 1:], None, routes)
         with pytest.raises(ValueError, match=r"routes.experts must be contiguous int32 \[4, k\]"):
@@ -547,6 +593,9 @@ def test_what_does_not_fit_is_refused(device):
     for wrong in (dict(score="sum"), dict(chosen=0), dict(groups=2), dict(chosen_groups=2), dict(scale=2.0), unsummed):
         with pytest.raises(ValueError, match="score|chosen"):
             Routing(**{"chosen": 3, **wrong})
+    for score in ("softmax", "softmax_of_chosen"):
+        with pytest.raises(ValueError, match=f"need score .sigmoid., got '{score}'"):
+            Routing(3, score, rounded_logits=True)
 
 
 def mixture(case: str, dtype: torch.dtype = torch.float32) -> tuple[str, nn.Module]:
@@ -555,8 +604,10 @@ def mixture(case: str, dtype: torch.dtype = torch.float32) -> tuple[str, nn.Modu
         model = tiny_hybrid(case) if case in HYBRIDS else tiny_family(case)
     name, block = next((name, part) for name, part in model.named_modules() if is_mixture(part))
     block = block.to(dtype)
-    if case == "glm4_moe":  # which transformers keeps in fp32
-        block.gate.e_score_correction_bias = block.gate.e_score_correction_bias.float()
+    for path in IN_FP32.get(case, ()):
+        owner, _, tensor = path.rpartition(".")
+        own = getattr(block.get_submodule(owner), tensor)
+        own.data = own.data.float()
     return name, block
 
 
@@ -587,6 +638,42 @@ def test_a_block_has_the_bits_of_transformers(case, device):
         torch.testing.assert_close(alone, want[:, 3:4], rtol=0.02, atol=1e-2)
 
 
+@pytest.mark.parametrize("case", ["afmoe", "laguna", "minimax_m2", "hy_v3"])
+def test_corrections_and_factors_are_read_in_the_router_and_beside_it(case):
+    """In fp32 and bf16: a correction as it is stored, and a factor that stands in the router, or in the block."""
+    factor = dict(afmoe=1.5, laguna=2.0, hy_v3=1.5).get(case, 1.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = read(case, dtype)
+        assert found.weights is not None, found.reason
+        block, read_there = found.module, found.weights
+        names = dict(afmoe="expert_bias", laguna="gate.e_score_correction_bias")
+        owner, _, name = names.get(case, "e_score_correction_bias").rpartition(".")
+        assert read_there.correction is getattr(block.get_submodule(owner), name)
+        rounds = dtype == torch.bfloat16 and case != "hy_v3"  # whose router has fp32 weights
+        routing = (read_there.routing.score, read_there.routing.scale, read_there.routing.rounded_logits)
+        assert routing == ("sigmoid", factor, rounds)
+        assert read_there.correction.dtype == (torch.float32 if case in IN_FP32 else dtype)
+        x = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+        before = total_of(feed_forward(make_operations(), found, x))
+        with torch.no_grad():
+            read_there.correction.copy_(-2 * read_there.correction)
+        changed = read_experts(block, dtype, root="mlp")
+        after = total_of(feed_forward(make_operations(), changed, x))
+        assert (after != before).any()
+        torch.testing.assert_close(after, block(x), rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-5)
+
+
+def test_an_epsilon_is_heard_where_scores_are_small(device):
+    x, weight, _, _, routing = router(device, torch.float32, ROUTINGS["rounded scores"], 64)
+    x[:, 0], weight[:, 0] = -30, 1
+    for module in (experts, reference):
+        sums = [
+            module.route(x, weight, None, None, replace(routing, eps=eps)).weights.float().sum(1)
+            for eps in (1e-6, 1e-20)
+        ]
+        assert (sums[0] < 0.5).any() and torch.allclose(sums[1], torch.ones_like(sums[1]))
+
+
 def test_more_rows_run_the_module():
     found = read("qwen3_moe")
     ops = make_operations()
@@ -613,6 +700,8 @@ CALLED = {
     "spread over ranks": lambda block: setattr(block.experts, "_is_expert_parallel", True),
     "another activation than SwiGLU": lambda block: setattr(block.experts, "act_fn", nn.ReLU()),
     "which chooses in an unknown way": lambda block: setattr(block.gate, "norm_topk_prob", False),
+    "has other, which is not known": lambda block: block.register_buffer("other", torch.zeros(4)),
+    "has other in its router, which is not read": lambda block: block.gate.register_buffer("other", torch.zeros(4)),
     "shared_expert_gate that is not a plain": lambda block: setattr(block, "shared_expert_gate", nn.Linear(64, 1)),
 }
 

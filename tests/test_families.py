@@ -28,7 +28,7 @@ from eagle_triton.engine.model.model_watch import ModelWatch, modules_read
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model
-from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.families.causal_lm import body_path, read_causal_lm
 from eagle_triton.families.hf_generate.plan import read_prompts
 from eagle_triton.families.reading import module_reader
 from eagle_triton.inference.costs import StepCosts
@@ -165,7 +165,8 @@ def test_heads_draft_for_every_family(models, case, eagle3):
         assert model.accept_lengths == drafted
         calls = {row.path: row for row in originals.report()}
         assert calls["ea_layer.topK_genrate"].calls and not calls["ea_layer.topK_genrate"].fallbacks
-        name = "self_attn.forward" if case == "gemma4_text" else "base_model.model.layers.1.self_attn.forward"
+        name = f"base_model.{body_path(target)}.layers.1.self_attn.forward"
+        name = "self_attn.forward" if case == "gemma4_text" else name
         assert calls[name].calls or "pass keys and values to each other" in calls[name].reason
 
 
@@ -317,6 +318,29 @@ def test_a_model_that_sees_decodes_texts(kind):
             generated(model, **image)
 
 
+@pytest.mark.versions
+@pytest.mark.skipif(
+    not hasattr(transformers.GenerationMixin, "_prepare_multimodal_encoder_kwargs_for_generation"),
+    reason="this transformers encodes images within the forward",
+)
+def test_images_are_encoded_once():
+    """By the original, and not before that, while the call is read."""
+    with skipped_if_unknown():
+        model = tiny_seeing_family("exaone4_5").to(DEVICE)
+    model.config.image_token_id, vision, encoded = 23, model.config.vision_config, []
+    prompt = torch.cat((ROWS[:1], torch.full((1, 4), 23, device=DEVICE), ROWS[:1, :5]), 1)
+    pixels = torch.randn(16, 3 * vision.temporal_patch_size * vision.patch_size**2, device=DEVICE)
+    image = dict(pixel_values=pixels, image_grid_thw=torch.tensor([[1, 4, 4]], device=DEVICE))
+    call = dict(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5)
+    model.model.visual.register_forward_hook(lambda *_: encoded.append(1))
+    want, other = generated(model, **call, **image), generated(model, **call, **image | {"pixel_values": -pixels})
+    assert len(encoded) == 2 and not torch.equal(want, other)
+    with optimize_with_triton(model)[1] as originals:
+        assert torch.equal(generated(model, **call, **image), want) and len(encoded) == 3
+        row = generate_row(originals)
+        assert (row.calls, row.fallbacks) == (0, 1) and "pixel_values" in str(originals)
+
+
 def test_fields_that_no_forward_declares_change_nothing(models, monkeypatch):
     for case, field, value in (("smollm3", "mlp_scale", 2.0), ("llama yarn", "residual_multiplier", 0.5)):
         monkeypatch.setattr(models(case).config, field, value, raising=False)
@@ -366,6 +390,48 @@ def test_what_a_forward_reads_of_its_modules_is_read_there(case):
         setattr(place, name, 0 if getattr(place, name) else 1)
         with pytest.raises(RuntimeError, match=f"{name} was changed"):
             generated(model)
+
+
+def read_each_time(case, place, name, value):
+    return pytest.param(case, place, name, value, id=f"{case}-{name}")
+
+
+@pytest.mark.parametrize(("case", "place", "name", "value"), [
+    read_each_time("granite_swa", "config", "layer_rope_theta", [0, 0, 1e3, 1e4]),
+    read_each_time("muse_glimmer_text", "config", "layer_rope_theta", [1e4] * 4),
+    read_each_time("muse_glimmer_text", "config", "output_multiplier", 2.0),
+    read_each_time("muse_glimmer_text", "layers.0.self_attn", "qk_scale_factor", 2.0),
+    read_each_time("afmoe", "config", "mup_enabled", False),
+    read_each_time("afmoe", "layers.0.self_attn", "is_local_attention", False),
+    read_each_time("afmoe", "layers.1.mlp.router", "route_scale", 3.0),
+    read_each_time("laguna", "layers.0.self_attn", "gate_per_head", False),
+    read_each_time("laguna", "layers.1.mlp", "routed_scaling_factor", 3.0),
+    read_each_time("hy_v3", "layers.1.mlp.gate", "router_scaling_factor", 3.0),
+])  # fmt: skip
+def test_what_a_forward_reads_each_time_may_not_change(models, case, place, name, value, monkeypatch):
+    """In a configuration, an attention, a router and a mixture. Undone, the model decodes again."""
+    model = models(case)
+    body = model.get_submodule(body_path(model))
+    owner = body.config if place == "config" else body.get_submodule(place)
+    with optimize_with_triton(model)[1]:
+        want = generated(model, max_new_tokens=1)
+        assert getattr(owner, name) != value
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            path = "config" if place == "config" else place.replace(".", r"\.")
+            with pytest.raises(RuntimeError, match=rf"{path}\.{name} was changed from .* to "):
+                generated(model, max_new_tokens=1)
+        assert torch.equal(generated(model, max_new_tokens=1), want)
+
+
+def test_gates_may_be_by_element_where_others_are_by_head():
+    """Laguna's, by its field `gating`."""
+    with skipped_if_unknown():
+        model = tiny_family("laguna", gating="per-element").to(DEVICE)
+    assert len(model.model.layers[0].self_attn.g_proj.weight) == 4 * 16
+    want = generated(model)
+    with optimize_with_triton(model)[1]:
+        assert torch.equal(generated(model), want)
 
 
 def test_a_correction_of_softmax_scores_is_heard():
@@ -643,16 +709,21 @@ def described(kind: str) -> str:
     more = {
         "mixture of experts": "num_experts_per_tok" in family.shown_by_modules and not family.experts_beside,
         "mixture of experts beside the MLP": family.experts_beside,
-        "gated delta nets": family.recurrent,
+        "gated delta nets": family.recurrent and "conv_L_cache" not in family.shown_by_modules,
+        "short convolutions": "conv_L_cache" in family.shown_by_modules,
         "one projection for q, k and v": family.qkv,
         "one projection for gate and up": family.gate_up,
-        "layers without rotation": family.rotary_switch or family.rotary_in_windows,
+        "layers without rotation": family.rotary_switch or family.rotary_in_windows or family.rotary_by_layer,
         "rotates neighbours": family.rotary_pairs,
         "rotates in fp32": family.rotary_in_fp32,
+        "heads normed after the rotation": family.norm_last,
         "queries grow with positions": family.query_temperature,
+        "scaled queries": family.query_scale,
+        "gates after attention": family.gate,
         "capped scores": family.score_cap,
         "capped logits": family.logit_cap,
-        "scaled embeddings": family.embedding_scale or family.scaled_embedding,
+        "scaled embeddings": family.embedding_scale or family.scaled_embedding or family.root_scaled_embedding,
+        "normed embeddings": family.normed_embedding,
         "scaled updates": family.update_scale,
         "layers that read the keys of others": family.shared_caches,
         "embeddings for each layer": family.layer_inputs,
@@ -670,3 +741,16 @@ def test_the_table_in_the_documentation_is_that_of_the_rows():
     text = (Path(__file__).parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
     shown = [line for line in text.splitlines() if line.startswith("| `") and "blocks |" in line]
     assert shown == [described(kind) for kind in FAMILIES]
+
+
+def test_a_correction_that_is_a_parameter_may_change_in_place():
+    """Laguna's. ERNIE's, which must be zero, may not."""
+    with skipped_if_unknown():
+        model = tiny_family("laguna").to(DEVICE)
+    with optimize_with_triton(model)[1]:
+        generated(model)
+        with torch.no_grad():
+            for layer in model.model.layers[1:]:
+                layer.mlp.gate.e_score_correction_bias.mul_(-3)
+        found = generated(model)
+    assert torch.equal(found, generated(model))

@@ -810,6 +810,109 @@ def test_products_of_bf16_rows_are_as_accurate_as_fp32(device, bf16_parts):
     assert_near(operands["state"], expected["state"], 3e-6)
 
 
+def ancestors_of(parents: list[int], device: str) -> Tensor:
+    """[1, n, 1] of a tree, from each node's parent."""
+    words: list[int] = []
+    for node, parent in enumerate(parents):
+        words.append((words[parent] if parent >= 0 else 0) | 1 << node)
+    return torch.tensor(words, device=device)[None, :, None]
+
+
+TREE = [-1, 0, 0, 1, 1, 3, 2, 5, 7]
+
+
+def gated_operands(batch, count, channels, taps, dtype, device, seed=0):
+    """Rows, taps and a window of `gated_conv`."""
+    source = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=source).to(device, dtype)
+
+    return random(batch, count, 3 * channels), random(channels, taps), random(batch, taps - 1, channels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("taps", [1, 3, 7])
+@pytest.mark.parametrize("of_tree", [False, True], ids=["chain", "tree"])
+def test_gated_conv(device, dtype, taps, of_tree):
+    """A chain moves the window on, a tree leaves it and writes its inputs."""
+    batch, channels = 2, 40
+    x, weight, window = gated_operands(batch, len(TREE), channels, taps, dtype, device)
+    ancestors = ancestors_of(TREE, device).expand(batch, -1, -1) if of_tree else None
+    windows, raws, outs = [], [], []
+    for module in (kernels, reference):
+        windows.append(window.clone())
+        raws.append(torch.full((batch, len(TREE), channels), 9, dtype=dtype, device=device) if of_tree else None)
+        outs.append(module.gated_conv(x, weight, windows[-1], ancestors, raw=raws[-1]))
+    exact = reference.gated_conv(x.double().float(), weight.float(), window.float().clone(), ancestors)
+    assert_close(outs[0], outs[1], exact)
+    assert torch.equal(*windows)
+    b, c, rest = x.chunk(3, -1)
+    if of_tree:
+        assert torch.equal(*raws) and torch.equal(raws[0], b * rest) and torch.equal(windows[0], window)
+        path = [0, 1, 3, 5, 7, 8]
+        chain = reference.gated_conv(x[:, path].contiguous(), weight, window.clone())
+        assert_close(outs[0][:, path], chain, exact[:, path])
+    else:
+        known = torch.cat((window, b * rest), 1)
+        assert torch.equal(windows[0], known[:, known.shape[1] - taps + 1 :])
+        want = functional.conv1d(known.float().mT, weight.float()[:, None], groups=channels).mT.to(dtype) * c
+        assert_close(outs[0], want, exact)
+
+
+def test_gated_conv_reads_pieces_of_prompts(device):
+    """Of two sequences in slots 2 and 0, where the first goes on from what it knows, and the other begins."""
+    x, weight, window = gated_operands(4, 8, 24, 3, torch.float32, device)
+    window = torch.cat((window, window))[:5]
+    pieces = PromptPieces(
+        *(torch.tensor(row, dtype=torch.int32, device=device) for row in ([2, 2, 0, 1], [8, 16, 0, 0], [8, 3, 5, 0]))
+    )
+    windows = [window.clone(), window.clone()]
+    outs = [
+        module.gated_conv(x, weight, mine, pieces=pieces)
+        for module, mine in zip((kernels, reference), windows, strict=True)
+    ]
+    for place, count in enumerate((8, 3, 5)):
+        torch.testing.assert_close(outs[0][place, :count], outs[1][place, :count])
+    torch.testing.assert_close(*windows)
+    assert torch.equal(windows[0][[1, 3, 4]], window[[1, 3, 4]])
+    whole = torch.cat((x[0], x[1, :3]))[None]
+    mine = window[2:3].clone()
+    torch.testing.assert_close(outs[0][:2].flatten(0, 1)[:11], reference.gated_conv(whole, weight, mine)[0])
+    torch.testing.assert_close(windows[0][2:3], mine)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_commit_windows(device, dtype):
+    """Paths shorter and longer than the window, of one node, and none."""
+    layers, batch, kept, channels = 2, 4, 3, 24
+    source = torch.Generator().manual_seed(1)
+    window = torch.randn(layers, batch, kept, channels, generator=source).to(device, dtype)
+    raw = torch.randn(layers, batch, len(TREE), channels, generator=source).to(device, dtype)
+    path = torch.tensor([[0, 1, 3, 5, 7], [0, 2, 6, -1, -1], [0, -1, -1, -1, -1], [0, 1, -1, -1, -1]])
+    path, accepted = path.to(device, torch.int32), torch.tensor([4, 2, 0, -1], dtype=torch.int32, device=device)
+    found = [window.clone(), window.clone()]
+    for module, mine in zip((kernels, reference), found, strict=True):
+        module.commit_windows(mine, raw, path, accepted)
+    assert torch.equal(*found) and torch.equal(found[0][:, 3], window[:, 3])
+    assert torch.equal(found[0][:, 0], raw[:, 0, [3, 5, 7]]) and torch.equal(found[0][:, 1], raw[:, 1, [0, 2, 6]])
+    assert torch.equal(found[0][:, 2], torch.cat((window[:, 2, 1:], raw[:, 2, :1]), 1))
+
+
+@BOTH
+def test_wrong_arguments_of_gated_conv_are_named(module):
+    x, weight, window = gated_operands(1, 4, 8, 3, torch.float32, "cpu")
+    path, accepted = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for call, message in (
+        (lambda: module.gated_conv(x[..., :16], weight, window), "x must have three times the 8 channels"),
+        (lambda: module.gated_conv(x, weight, window[:, :1]), "window must be"),
+        (lambda: module.gated_conv(x, weight.double(), window), "weight must be"),
+        (lambda: module.commit_windows(window[None], x[None], path, accepted), "windows must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 @pytest.mark.slow
 def test_kernels_sum_over_a_state_in_one_order():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -7,9 +7,10 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.operands.layers import ACTIVATIONS
+from eagle_triton.operands.layers import ACTIVATIONS, HEAD_GATES
 from eagle_triton.ops import layers as kernels
 from eagle_triton.ops.draft_inputs import draft_inputs
 from eagle_triton.reference import layers as reference
@@ -300,7 +301,8 @@ def test_16_bits_are_rounded_where_the_models_round(device, dtype):
             module.rotary_append(q, k, v, cache.clone(), *partial, **norms),
             module.rotary_append(q, k, v, own, *partial, **norms, zero_centred=True),
             own.nan_to_num(),
-            module.gate_heads(q, q.flip(1)),
+            module.rotary_append(q, k, v, cache.clone(), *partial, **norms, norm_last=True),
+            *(module.gate_heads(q, q.flip(1), activation) for activation in HEAD_GATES),
         )
         for module, own in zip((kernels, reference), caches, strict=True)
     ]
@@ -367,7 +369,8 @@ VARIANTS = {
     "pairs": {"pairs": True},
     "unrounded tables": {"round_tables": False},
     "temperature": {"temperature": (0.1, 100)},
-    "all": {"pairs": True, "round_tables": False, "temperature": (0.3, 16)},
+    "norms last": {"norm_last": True},
+    "all": {"pairs": True, "round_tables": False, "temperature": (0.3, 16), "norm_last": True},
 }
 
 
@@ -401,8 +404,69 @@ def test_partial_sums_of_a_part_that_rotates(device, variant, normed):
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
 def test_each_variant_changes_something(device, module, variant):
     q, k, v, cache, *rest = rotary_operands(device, torch.float16, 2, 3, 4, 2, 64)
-    outs = [module.rotary_append(q, k, v, cache.clone(), *rest, **options) for options in ({}, VARIANTS[variant])]
-    assert (outs[0] != outs[1]).float().mean() > 0.05
+    norms = dict(q_norm=randn(device, q.dtype, 64), k_norm=randn(device, q.dtype, 64), eps=1e-6)
+    first, second = (
+        module.rotary_append(q, k, v, cache.clone(), *rest, **norms, **options) for options in ({}, VARIANTS[variant])
+    )
+    assert (first != second).float().mean() > 0.05
+
+
+def turned_by_hand(x: Tensor, angle: Tensor, pairs: bool) -> Tensor:
+    """The first elements of heads [B, n, heads, d], as complex numbers, times exp(i * angle); angle [B, n, r / 2]."""
+    part, rest = x.split([2 * angle.shape[2], x.shape[3] - 2 * angle.shape[2]], dim=-1)
+    first, second = (part[..., ::2], part[..., 1::2]) if pairs else part.chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)[:, :, None]
+    parts = turned.real, turned.imag
+    return torch.cat((torch.stack(parts, -1).flatten(-2) if pairs else torch.cat(parts, -1), rest), dim=-1)
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("turned", [80, 46, 0])
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_norms_may_come_after_the_rotation(device, module, turned, splits, pairs):
+    """In fp64, by complex numbers. Values stay as they are, and no other row of the cache is written."""
+    *_, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float32, 2, 3, 4, 2, 80)
+    inv_freq = inv_freq[: turned // 2]
+    sums = torch.randn(splits, 2, 3, 8 * 80, device=device)
+    q, k, v = (SplitSums(x, torch.float32).unflatten(-1, (-1, 80)) for x in sums.split([320, 160, 160], dim=-1))
+    if splits == 1:
+        q, k, v = (x.total() for x in (q, k, v))
+    weights = dict(q_norm=randn(device, torch.float32, 80), k_norm=randn(device, torch.float32, 80))
+    options = dict(eps=1e-2, pairs=pairs, norm_last=True)
+    out = module.rotary_append(q, k, v, cache, first_row, depths, inv_freq, **weights, **options)
+    angle = ((first_row[:, None] + depths).float()[..., None] * inv_freq).double()
+    expected = []
+    for heads, weight in zip(sums.double().sum(0)[..., :480].split([320, 160], dim=-1), weights.values(), strict=True):
+        x = turned_by_hand(heads.unflatten(-1, (-1, 80)), angle, pairs)
+        expected.append((x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight).float())
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-4)
+    values = sums[..., 480:].sum(0).unflatten(-1, (-1, 80))
+    for batch, first in enumerate(first_row.tolist()):
+        rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
+        torch.testing.assert_close(rows[0], expected[1][batch], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(rows[1], values[batch])
+    assert int(cache.isnan().any(-1).sum()) == cache[..., 0].numel() - 2 * 2 * 2 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_has_the_bits_of_hunyuans_heads(dtype):
+    home = pytest.importorskip("transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense")
+    q, k, v, cache, first_row, depths, inv_freq = rotary_operands("cpu", dtype, 2, 3, 4, 2, 64)
+    norms = [home.HunYuanDenseV1RMSNorm(64, eps=1e-6).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data = randn("cpu", dtype, 64)
+    weights = dict(q_norm=norms[0].weight.data, k_norm=norms[1].weight.data)
+    angle = torch.cat([(first_row[:, None] + depths)[..., None].float() * inv_freq] * 2, dim=-1)
+    tables = angle.cos().to(dtype), angle.sin().to(dtype)
+    with torch.no_grad():
+        turned = home.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *tables)
+        want_q, want_k = (norm(x) for norm, x in zip(norms, turned, strict=True))
+    rest = (first_row, depths, inv_freq)
+    out = reference.rotary_append(q, k, v, cache, *rest, **weights, eps=1e-6, norm_last=True)
+    assert torch.equal(out, want_q.transpose(1, 2))
+    for batch, first in enumerate(first_row.tolist()):
+        assert torch.equal(cache[0, batch, :, first : first + 3], want_k[batch])
 
 
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
@@ -571,28 +635,50 @@ def test_no_rows(device):
     assert out.shape == (1, 0, 2, 64) and cache.isnan().all()
 
 
+GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("by_head", [False, True], ids=["by element", "by head"])
+@pytest.mark.parametrize("activation", HEAD_GATES)
 @pytest.mark.parametrize("shape", [(1, 1, 2, 8), (2, 3, 4, 32), (1, 5, 3, 80), (2, 2, 16, 256), (1, 0, 2, 8)])
-def test_gate_heads(device, shape, dtype):
-    """As it is called: x by itself, the gates between a product's queries."""
+def test_gate_heads(device, shape, activation, by_head, dtype):
+    """As it is called: x by itself, the gates between a product's queries, or behind other columns."""
     x, product = randn(device, dtype, *shape), randn(device, dtype, *shape[:3], 2, shape[3])
     gate = product.select(-2, 1)
-    out = kernels.gate_heads(x, gate)
+    if by_head:
+        gate = randn(device, dtype, *shape[:2], shape[2] + 5)[..., 5:].unflatten(-1, (shape[2], -1))
+    out = kernels.gate_heads(x, gate, activation)
     assert out.shape == x.shape and out.is_contiguous()
     if not out.numel():
         return
-    exact = x.float() / (1 + (-gate.float()).exp())
-    assert_close(out, reference.gate_heads(x, gate), exact)
-    assert_close(reference.gate_heads(x, gate), x * gate.sigmoid(), exact)
+    exact = x.float() * GATES[activation](gate.float())
+    same = reference.gate_heads(x, gate, activation)
+    assert_close(out, same, exact)
+    assert_close(same, x * GATES[activation](gate.float()).to(dtype), exact)
     for strided in (x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT):
-        assert torch.equal(kernels.gate_heads(strided, gate.clone()), out)
+        for gates in (gate.clone(), gate.transpose(0, 1).contiguous().transpose(0, 1), gate.mT.contiguous().mT):
+            assert torch.equal(kernels.gate_heads(strided, gates, activation), out)
+
+
+@pytest.mark.parametrize("by_head", [False, True], ids=["by element", "by head"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_has_the_bits_of_gated_models(dtype, by_head):
+    """Laguna's softplus, computed in fp32; AFMoE's sigmoid is of the gates as they are."""
+    x, gate = randn("cpu", dtype, 2, 3, 4, 32), randn("cpu", dtype, 2, 3, 4, 1 if by_head else 32)
+    assert torch.equal(reference.gate_heads(x, gate, "softplus"), x * F.softplus(gate.float()).to(dtype))
+    assert torch.equal(reference.gate_heads(x, gate), x * torch.sigmoid(gate))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter's exp
 def test_gates_far_from_zero(device):
-    gate = torch.tensor([-3e4, -100.0, 0.0, 100.0, 3e4], device=device).view(1, 1, 1, 5)
-    for module in (kernels, reference):
-        assert module.gate_heads(torch.full_like(gate, 3), gate).flatten().tolist() == [0, 0, 1.5, 3, 3]
+    gate = torch.tensor([-3e4, -100.0, 0.0, 100.0, 3e4], device=device).view(1, 1, 5, 1)
+    for module, dim in itertools.product((kernels, reference), (1, 4)):
+        x = torch.full((1, 1, 5, dim), 3.0, device=device)
+        for gates in (gate, gate.expand(-1, -1, -1, dim)):
+            assert module.gate_heads(x, gates)[..., 0].flatten().tolist() == [0, 0, 1.5, 3, 3]
+            soft = module.gate_heads(x, gates, "softplus")[..., -1].flatten()
+            torch.testing.assert_close(soft, torch.tensor([0, 0, 3 * 0.693147, 300, 9e4], device=device))
 
 
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
@@ -618,6 +704,14 @@ def test_bad_operands_are_refused(device, module):
     for function, args in bad:
         with pytest.raises(ValueError, match=function.__name__):
             function(*args)
+    heads = x[None, None]
+    for gate, activation, message in (
+        (heads[..., :1, :1], "sigmoid", r"gate_heads: gate must be float32 \[1, 1, 2, 1\]"),
+        (heads[..., :2], "softplus", r"gate_heads: gate must be float32 \[1, 1, 2, 8\]"),
+        (heads, "silu", "gate_heads: activation must be sigmoid or softplus, got 'silu'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.gate_heads(heads, gate, activation)
 
 
 BAD_ROTARY = {

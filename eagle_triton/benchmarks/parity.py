@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.models.families import text_config
 
 MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.05}
 """The most by which the logit of a greedy choice may fall short of the best one, through rounding, by the dtype of the
@@ -103,4 +104,4 @@ def margin_bound(target: PreTrainedModel) -> float:
     bfloat16, random weights of Llama-3.3-70B's shape over two H200, 8, 32 and 80 layers, 192 greedy choices each: ours
     differ from transformers' by 0.06, 0.14 and 0.29 (std), and fall short of its best by 0.13, 0.41 and 0.91 at most.
     """
-    return MARGIN_BOUND[target.dtype] * max(1.0, target.config.num_hidden_layers / BOUND_LAYERS)
+    return MARGIN_BOUND[target.dtype] * max(1.0, text_config(target.config).num_hidden_layers / BOUND_LAYERS)

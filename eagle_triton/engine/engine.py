@@ -177,11 +177,11 @@ class Engine:
         self._long_prompts: LongPrompts | None = None
         self.notes.pop("long_prompts", None)  # long prompts are tried again
 
-    def beside(self, draft: Draft, watch: ModelWatch | None) -> Engine:
+    def beside(self, draft: Draft, watch: ModelWatch | None, view: ModelView | None = None) -> Engine:
         """An engine with the same target and another draft. Only one of the two decodes at a time, also on the device.
-        Both share counters, notes and the target's OneLaunch."""
+        Both share counters, notes and the target's OneLaunch. view: with other features; None: the engine's."""
         hook = self.ops.on_kernel_error
-        other = replace(self, draft=draft, watch=watch, one_launch=self.ops.one_launch)
+        other = replace(self, view=view or self.view, draft=draft, watch=watch, one_launch=self.ops.one_launch)
         other._lock, other._streams, other.notes = self._lock, self._streams, self.notes
         self.ops.on_kernel_error = hook
         return other

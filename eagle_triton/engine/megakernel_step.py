@@ -83,7 +83,7 @@ class _Head:
             raise _UnsupportedError("the draft head norms its queries or has a sliding window")
         if mixer.k is None or mixer.v is None or mixer.v_norm is not None:
             raise _UnsupportedError("the draft head's values are its keys or normed, or it has no keys of its own")
-        if mixer.gated or 2 * len(mixer.rotary.inv_freq) != mixer.head_dim:
+        if mixer.gated or mixer.gate is not None or 2 * len(mixer.rotary.inv_freq) != mixer.head_dim:
             raise _UnsupportedError("the draft head gates its attention or rotates only a part of each head")
         if mixer.rotary.pairs or not mixer.rotary.round_tables or mixer.rotary.temperature is not None:
             raise _UnsupportedError("the draft head rotates in pairs, by unrounded tables or with a temperature")

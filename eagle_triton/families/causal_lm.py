@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from eagle_triton.engine.model.modules import Experts, ExpertsBeside, LayerInput
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import RoutedExperts, own_experts, read_experts
-from eagle_triton.families.reading.gated_delta import read_gated_delta
+from eagle_triton.families.reading.gated_delta import read_gated_delta, read_short_conv
 from eagle_triton.families.reading.module_reader import (
     ModuleReader,
     check_dtype,
@@ -38,8 +38,15 @@ from eagle_triton.models.families import (
     unknown_family,
 )
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
+ROPE_TYPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+    "proportional",
+    "ntk_alpha",
+)  # frequencies that do not depend on the length
 
 
 def check_causal_lm(model: Any, root: str) -> None:
@@ -92,21 +99,25 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     embedding = inner.target_embedding("embed_tokens")
     check_dtype(embedding.dtype, f"{where}.embed_tokens.weight")
     read, inner = (replace(reader, dtype=embedding.dtype) for reader in (read, inner))
-    layers = tuple(map(_LayerReader(inner, embedding.dtype, family, config).layer, range(len(body.layers))))
+    layers = tuple(map(LayerReader(inner, embedding.dtype, family, config).layer, range(len(body.layers))))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
+    norm = inner.norm(family.last_norm)
     view = ModelView(
         embedding=embedding,
         layers=layers,
-        norm=inner.norm("norm"),
+        norm=norm,
         head=replace(
             read.projection("lm_head"),
             factor=float(_field(config, family.logit_factor, 1.0)),
             divisor=float(_field(config, family.logit_divisor, 1.0)),
             cap=logit_cap(model.config),
         ),
-        embedding_scale=read_embedding_scale(body.embed_tokens) * inner.factor(family.embedding_scale),
+        embedding_scale=_embedding_scale(inner, config, family),
+        embedding_norm=inner.at("embed_tokens").norm("embed_norm", like=norm.weight)
+        if family.normed_embedding
+        else None,
         layer_inputs=_read_layer_inputs(inner) if family.layer_inputs else None,
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
@@ -117,6 +128,12 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     if view.ranks is not None:
         _check_shared_experts(view, where)
     return view
+
+
+def _embedding_scale(inner: ModuleReader, config: Any, family: Family) -> float:
+    rooted = _field(config, family.root_scaled_embedding, False)
+    own = read_embedding_scale(inner.module.embed_tokens) * inner.factor(family.embedding_scale)
+    return own * config.hidden_size**0.5 if rooted else own
 
 
 def _read_layer_inputs(read: ModuleReader) -> LayerInputs | None:
@@ -252,6 +269,7 @@ def draft_from_causal_lm(
         tree_reader=read_tree,
         norm=view.norm,
         embedding_scale=view.embedding_scale,
+        embedding_norm=view.embedding_norm,
         layer_inputs=view.layer_inputs,
         padding=max(others - mine, 0),
     )
@@ -275,13 +293,24 @@ def _check_shared_experts(view: ModelView, where: str) -> None:
             )
 
 
-class _LayerReader:
-    def __init__(self, body: ModuleReader, dtype: torch.dtype, family: Family, config: Any):
-        """body: the module with the layers. dtype: the model's."""
+class LayerReader:
+    """Reads the layers of a body."""
+
+    def __init__(
+        self,
+        body: ModuleReader,
+        dtype: torch.dtype,
+        family: Family,
+        config: Any,
+        sources: Mapping[str, int] | None = None,
+    ):
+        """body: the module with the layers. dtype: the model's. sources: for a model with layers that all read keys and
+        values of another model's, these layers by kind."""
+        self._sources = sources
         self._body, self._dtype, self._family, self._config = body, dtype, family, config
-        self._rotary = body.at("rotary_emb")
+        self._rotary = body.at(family.rotary)
         self._local_rotary = getattr(body.module, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
-        self._rotaries: dict[str | None, Rotary] = {}
+        self._rotaries: dict[tuple[str | None, float | None], Rotary] = {}  # by kind of layer and theta
 
     def layer(self, index: int) -> Layer:
         family, read = self._family, self._body.at(f"layers.{index}")
@@ -297,7 +326,7 @@ class _LayerReader:
             post_norm=post_norm,
             mlp=read_experts(mlp.module, self._dtype, root=mlp.path, styles=mlp.styles)
             if is_mixture(mlp.module)
-            else read.mlp(family.mlp, family.gate_up),
+            else read.mlp(family.mlp, family.gate_up, family.mlp_projections),
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=read.factor(family.update_scale),
@@ -322,6 +351,8 @@ class _LayerReader:
             return None
         readers = [self._body.at(f"layers.{place}.self_attn") for place in range(index + 1)]
         *before, mine = (reader.module for reader in readers)
+        if self._sources is not None:
+            return self._sources[mine.layer_type]
         if not readers[-1].value("is_kv_shared_layer", bool):
             return None
         owners = [i for i, other in enumerate(before) if not other.is_kv_shared_layer]
@@ -361,29 +392,41 @@ class _LayerReader:
     def _mixer(self, read: ModuleReader, index: int) -> Mixer:
         if hasattr(read.module, "linear_attn"):
             return read_gated_delta(read.at("linear_attn"))
+        if hasattr(read.module, "conv"):
+            return read_short_conv(read.at("conv"))
         family, config, attention = self._family, self._config, read.at("self_attn")
         kinds = getattr(config, "layer_types", None)
+        by_layer = getattr(config, "num_attention_heads_per_layer", None)
+        heads = config.num_attention_heads if by_layer is None else by_layer[index]
         slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
         return read.attention(
             self._rotary_of(index, kinds),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_attention_heads // attention.value("num_key_value_groups", int),
+            num_heads=heads,
+            num_kv_heads=heads // attention.value("num_key_value_groups", int),
             head_dim=attention.module.head_dim,
-            scale=attention.value("scaling", (float, int)),
+            scale=attention.value("scaling", (float, int)) * attention.factor(family.query_scale),
+            gate=family.gate,
+            norms=family.head_norms,
+            norm_last=family.norm_last,
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
             packed=family.qkv,
+            output=family.output,
             softcap=_score_cap(config, family),
             reads_layer=self._reads_layer(index),
         )
 
     def _rotary_of(self, index: int, kinds: Sequence[str] | None) -> Rotary:
-        """The rotary embedding of a layer. Some models have one for each kind of layer."""
+        """The rotary embedding of a layer. Some models have one for each kind of layer, or for each theta."""
         module = self._rotary.module
         kind = kinds[index] if kinds is not None else None
         if self._local_rotary is not None and kind == "sliding_attention":
             module = self._local_rotary
+        theta = self._config.layer_rope_theta[index] if self._family.rotary_by_layer else None
+        if theta and hasattr(self._body.module, "rotary_embs"):  # Granite's, one for each theta
+            embeddings = self._body.value("rotary_embs", nn.ModuleList)
+            module = next(each for each in embeddings if each.config.rope_parameters["rope_theta"] == theta)
         prefix = f"{kind}_" if hasattr(module, "layer_types") else ""
-        rotary = self._rotaries.get(kind)
+        rotary = self._rotaries.get((kind, theta))
         if rotary is None:
             rope_type = getattr(module, "rope_type", "default")
             rope_type = rope_type.get(kind, "default") if isinstance(rope_type, dict) else rope_type
@@ -396,7 +439,7 @@ class _LayerReader:
             inv_freq = read.value(f"{prefix}inv_freq")
             if short:  # inv_freq are those of the last forward; transformers 4 does not move the original ones
                 inv_freq = read.value("original_inv_freq", torch.Tensor).to(inv_freq.device)
-            rotary = self._rotaries[kind] = read_rotary(
+            rotary = self._rotaries[kind, theta] = read_rotary(
                 inv_freq,
                 getattr(module, f"{prefix}attention_scaling", 1.0),
                 self._rotary.path,
@@ -407,6 +450,8 @@ class _LayerReader:
         attention, rotates = self._body.at(f"layers.{index}.self_attn"), True
         if self._family.rotary_switch is not None:
             rotates = bool(attention.value(self._family.rotary_switch, int))
+        if theta is not None:
+            rotates = bool(theta)
         if self._family.rotary_in_windows:
             rotates = attention.value("sliding_window") is None or attention.value("is_sliding", bool)
         return rotary if rotates else replace(rotary, inv_freq=rotary.inv_freq[:0])

@@ -30,7 +30,9 @@ from eagle_triton.models.families import text_config
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.loading import (
     HEAD_FOLDERS,
+    is_assistant,
     is_saved_pair,
+    load_assistant,
     load_target,
     load_tokenizer,
     locate,
@@ -135,8 +137,8 @@ def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
             "the configuration's model"
         )
     return UnsupportedModelError(
-        "draft_model: the target has no head, so give an EAGLE head, a causal language model with the target's "
-        "vocabulary, or a name: suffix, ngram, mtp"
+        "draft_model: the target has no head, so give an EAGLE head, a block drafter, an assistant, a causal language "
+        "model with the target's vocabulary, or a name: suffix, ngram, mtp"
     )
 
 
@@ -205,11 +207,12 @@ class DraftChoice(NamedTuple):
 
     kind: "nothing": no model drafts, but the configuration may draft from repetition. "in memory": `place` is a head,
     an EaModel for its head, MTP layers, a language model or a `Draft`. "own head": the target is an EaModel, or a
-    directory with a target and heads. "head", "block drafter", "layers" (of multi-token prediction) and "model" (a
-    causal language model) are at the path `place`; without a path, layers are stored with the target's weights.
+    directory with a target and heads. "head", "block drafter", "assistant" (see load_assistant), "layers" (of
+    multi-token prediction) and "model" (a causal language model) are at the path `place`; without a path, layers are
+    stored with the target's weights.
     """
 
-    kind: Literal["nothing", "in memory", "own head", "head", "block drafter", "layers", "model"]
+    kind: Literal["nothing", "in memory", "own head", "head", "block drafter", "assistant", "layers", "model"]
     place: Any = None
 
 
@@ -268,7 +271,8 @@ def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
     if options.method in (SpecMethod.MTP, SpecMethod.HYBRID):
         return DraftChoice("layers", path_of(options.model))
     if options.method is SpecMethod.DRAFT_MODEL:
-        return DraftChoice("model", path_of(options.model, "target"))
+        place = path_of(options.model, "target")
+        return DraftChoice("assistant" if is_assistant(tensor_names(place)) else "model", place)
     return _head_at(options.model)
 
 
@@ -294,7 +298,10 @@ def _head_at(path: str) -> DraftChoice:
         options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
         raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, not a head: use {options}')
     place = path_of(path, HEAD_FOLDERS[True])
-    return DraftChoice("block drafter", place) if is_block_drafter(tensor_names(place)) else DraftChoice("head", path)
+    names = tensor_names(place)
+    if is_block_drafter(names):
+        return DraftChoice("block drafter", place)
+    return DraftChoice("assistant", place) if is_assistant(names) else DraftChoice("head", path)
 
 
 # --- loading ---
@@ -367,6 +374,8 @@ def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> A
         return target.ea_layer
     if choice.kind == "block drafter":
         return fit_block_drafter(load_block_drafter(choice.place, text_config(causal_lm.config)), causal_lm)
+    if choice.kind == "assistant":
+        return load_assistant(choice.place, causal_lm)
     if choice.kind == "layers":
         return load_mtp(causal_lm, choice.place)
     if choice.kind == "model":

@@ -15,6 +15,7 @@ from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft, scoring, with_suffix_drafts
 from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, OutputRing, RepeatDraft, SuffixSource
+from eagle_triton.engine.drafts.shared_keys import SharedKeysDraft
 from eagle_triton.inference.config import TREE, EAGLEConfig
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.operands.suffix_match import SuffixRules
@@ -47,11 +48,11 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
     if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # from create_proposer
         return model
-    kinds = (
+    kinds: tuple[tuple[SpecMethod, type[Draft] | tuple[type[Draft], ...]], ...] = (
         (SpecMethod.EAGLE, EagleDraft),
         (SpecMethod.DFLASH, BlockDraft),
         (SpecMethod.DSPARK, BlockDraft),
-        (SpecMethod.DRAFT_MODEL, CausalLMDraft),
+        (SpecMethod.DRAFT_MODEL, (CausalLMDraft, SharedKeysDraft)),
         (SpecMethod.MTP, MTPDraft),
     )
     for method, kind in kinds:

@@ -79,7 +79,8 @@ class BlockDrafterConfig:
             )
         if not self.feature_layers or list(self.feature_layers) != sorted(set(self.feature_layers)):
             raise ValueError(
-                f"block drafter: target layers must be different and ascending, got {list(self.feature_layers)}"
+                "block drafter: target layers must be different and ascending, got, counted by their inputs, "
+                f"{list(self.feature_layers)}"
             )
         if self.markov_head not in (None, *MARKOV_HEADS):
             raise ValueError(f"block drafter: markov_head_type must be one of {MARKOV_HEADS}, got {self.markov_head!r}")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle_triton.demo import BLOCKS, path_of
 
@@ -22,6 +22,7 @@ RENAMED = (
     ("midlayer.", "layers.0."),
 )
 UNUSED = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "confidence_head.")
+BIDIRECTIONAL = ("muse_glimmer_assistant",)  # model types with blocks that are not causal, also in sliding windows
 DOMINO = ("domino", "causal_v5")  # checkpoints' names of its projector
 READ = (  # fields of a config.json that are read here, beside sizes
     *("is_causal", "causal", "causal_head", "sliding_window", "use_sliding_window", "sliding_window_non_causal"),
@@ -43,13 +44,30 @@ def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafte
     ValueError for unreadable files, a drafter that does not fit the target, or an unknown computation.
     """
     raw, stored = read_head(path, **hub)
-    tensors = {_renamed(name): tensor for name, tensor in stored.items()}
-    if not is_block_drafter(tensors):
+    if not is_block_drafter(stored):
         raise ValueError(f"{path!r} is not a block drafter: it lacks fc, hidden_norm, norm or layers")
     if path in map(path_of, BLOCKS) and target_config.model_type != "llama":  # demo-gdn has the demo's sizes
         raise ValueError(
             f"{WHAT} and target do not fit: {path!r} drafts for the Llama 'demo', got a {target_config.model_type}"
         )
+    return _made(f"{WHAT} {path!r}", raw, stored, target_config)
+
+
+def is_block_assistant(module: Any) -> bool:
+    """Whether this is a block drafter of transformers, such as Muse-Glimmer's assistant."""
+    known = isinstance(module, nn.Module) and type(module).__module__.startswith("transformers.models.")
+    return known and is_block_drafter(name for name, _ in module.named_parameters())
+
+
+def block_drafter_of(assistant: Any, target_config: Any) -> BlockDrafter:
+    """A block drafter of transformers as one of ours, with the same parameters. Raises as `load_block_drafter`."""
+    parameters = dict(assistant.named_parameters())
+    return _made(f"{WHAT} {type(assistant).__name__}", assistant.config.to_dict(), parameters, target_config)
+
+
+def _made(whose: str, raw: Mapping[str, Any], stored: Mapping[str, Tensor], target_config: Any) -> BlockDrafter:
+    """The drafter with these tensors, by their stored names. whose: its name in errors."""
+    tensors = {_renamed(name): tensor for name, tensor in stored.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(UNUSED)}
     config = read_block_config(raw, tensors, target_config)
     check_fits(config, target_config)
@@ -61,7 +79,7 @@ def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafte
             raise ValueError(f"{WHAT}: d2t reorders a full vocabulary, which is not supported")
     elif "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
-    load_tensors(f"{WHAT} {path!r}", drafter, tensors)
+    load_tensors(whose, drafter, tensors)
     return drafter.eval()
 
 
@@ -89,6 +107,10 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     """
     nested = dict(raw.get("dflash_config") or {})
     config = {**(raw.get("transformer_layer_config") or {}), **raw, **nested}
+    if config.get("model_type") in BIDIRECTIONAL:  # they have neither an embedding nor a head of their own
+        config = {"is_causal": False, "vocab_size": target_config.vocab_size, **config}
+        if window := config.get("sliding_window"):
+            config["sliding_window"] = window + 1  # transformers' masks show as many tokens before a row
     _check_fields(config)
     speculators = "speculators_model_type" in raw
     markov = tensors.get("markov_head.markov_w1.weight")

@@ -44,6 +44,11 @@ class Family:
     norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     """Before and after the mixer, before and after the MLP."""
     mlp: str = "mlp"
+    mlp_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    output: str = "o_proj"
+    """Attention's output projection."""
+    rotary: str = "rotary_emb"
+    last_norm: str = "norm"
     qkv: str | None = None
     """One projection for queries, keys and values."""
     gate_up: str | None = None
@@ -60,14 +65,28 @@ class Family:
     """Neighbouring elements of a head rotate together, instead of elements half the rotated width apart."""
     rotary_in_fp32: bool = False
     """Cosine and sine are not rounded to the model's dtype."""
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Norms of queries and keys, if attention modules have them."""
+    norm_last: bool = False
+    """These norms come after the rotation."""
+    rotary_by_layer: bool = False
+    """config.layer_rope_theta has a number for each layer; layers with 0 do not rotate."""
     query_temperature: bool = False
     """Queries are scaled up with their positions, by rope_parameters' llama_4_scaling_beta."""
+    query_scale: str | None = None
+    """Attribute of attention modules: a factor for queries, beside the usual scale."""
+    gate: tuple[str, str] | None = None
+    """The projection that gates attention's heads, and its activation."""
     score_cap: str | None = None
     """Field of the soft cap of attention scores."""
     scaled_embedding: bool = False
     """The embedding module itself scales its output. In transformers 4 some forwards do it instead."""
     embedding_scale: str | None = None
     """Attribute of the module that has the layers: a factor for embeddings."""
+    root_scaled_embedding: str | None = None
+    """Field that says whether embeddings are multiplied by the root of their size."""
+    normed_embedding: bool = False
+    """The embedding module norms its output, by an RMSNorm `embed_norm` without a weight."""
     update_scale: str | None = None
     """Attribute of layers: a factor for the outputs of mixer and MLP before they are added to the residual stream."""
     shared_caches: bool = False
@@ -83,14 +102,16 @@ class Family:
     shown_by_modules: tuple[str, ...] = ()
     """Further fields that only change which modules are made."""
     recurrent: bool = False
-    """Has gated delta nets. No EaModel then: their states cannot be cut back to an accepted path."""
+    """Has gated delta nets or short convolutions. No EaModel then: their states cannot be cut back to an accepted
+    path."""
 
     @property
     def config_fields(self) -> Iterator[str]:
         """Configuration fields that the row names. Modules have scales of embeddings and updates by the same names."""
-        for field in ("score_cap", "embedding_scale", "update_scale", "logit_divisor", "logit_factor", "logit_cap"):
-            if (name := getattr(self, field)) is not None:
-                yield name
+        yield from filter(None, (self.score_cap, self.embedding_scale, self.root_scaled_embedding, self.update_scale))
+        yield from filter(None, (self.query_scale, self.logit_divisor, self.logit_factor, self.logit_cap))
+        if self.rotary_by_layer:
+            yield "layer_rope_theta"
         yield from self.shown_by_modules
 
 
@@ -119,6 +140,20 @@ GATED_DELTA = Family(
     ),
 )
 
+LFM2 = Family(
+    norms=("operator_norm", None, "ffn_norm", None),
+    mlp="feed_forward",
+    mlp_projections=("w1", "w3", "w2"),
+    output="out_proj",
+    last_norm="embedding_norm",
+    head_norms=("q_layernorm", "k_layernorm"),
+    recurrent=True,
+    shown_by_modules=(
+        *("norm_eps", "conv_bias", "conv_L_cache", "block_multiple_of", "block_ffn_dim_multiplier"),
+        *("block_auto_adjust_ff_dim", "full_attn_idxs"),
+    ),
+)
+
 GEMMA4 = Family(
     norms=SANDWICH,
     scaled_embedding=True,
@@ -128,6 +163,8 @@ GEMMA4 = Family(
     logit_cap="final_logit_softcapping",
     shown_by_modules=("attention_k_eq_v", "use_double_wide_mlp", "num_kv_shared_layers"),
 )
+
+BEFORE_AND_AFTER_MLP = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
@@ -146,6 +183,9 @@ FAMILIES: dict[str, Family] = {
         window="by_layer", rotary_switch="use_rope", shown_by_modules=("no_rope_layers", "no_rope_layer_interval")
     ),
     "granite": Family(**GRANITE, shown_by_modules=("attention_multiplier",)),
+    "granite_swa": Family(
+        **GRANITE, window="by_layer", rotary_by_layer=True, shown_by_modules=("attention_multiplier",)
+    ),
     "granitemoe": Family(**GRANITE, mlp="block_sparse_moe", shown_by_modules=("attention_multiplier", *EXPERTS)),
     "hyperclovax": Family(
         **MULTIPLIED,
@@ -232,18 +272,69 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": Family(window="by_layer"),
     "qwen3_vl_text": Family(),
     "qwen3_vl_moe_text": Family(shown_by_modules=EXPERTS),
+    "afmoe": Family(
+        norms=BEFORE_AND_AFTER_MLP,
+        window="by_layer",
+        rotary_switch="is_local_attention",
+        gate=("gate_proj", "sigmoid"),
+        root_scaled_embedding="mup_enabled",
+        shown_by_modules=("num_dense_layers", "route_scale", "global_attn_every_n_layers", *EXPERTS),
+    ),
+    "laguna": Family(
+        window="by_layer",
+        gate=("g_proj", "softplus"),
+        shown_by_modules=(
+            *("gating", "num_attention_heads_per_layer", "moe_routed_scaling_factor"),
+            *("moe_apply_router_weight_on_input", "moe_router_logit_softcapping", *EXPERTS),
+        ),
+    ),
+    "hunyuan_v1_dense": Family(
+        head_norms=("query_layernorm", "key_layernorm"), norm_last=True, shown_by_modules=("eod_token_id",)
+    ),
+    "minimax_m2": Family(shown_by_modules=EXPERTS),
+    "hy_v3": Family(shown_by_modules=("router_scaling_factor", "enable_moe_fp32_combine", *EXPERTS)),
+    "muse_glimmer_text": Family(
+        norms=SANDWICH,
+        window="by_layer",
+        rotary_by_layer=True,
+        query_scale="qk_scale_factor",
+        gate=("gate_proj", "sigmoid"),
+        normed_embedding=True,
+        logit_factor="output_multiplier",
+        logit_cap="final_logit_softcapping",
+        shown_by_modules=("post_norm_eps",),
+    ),
+    "lfm2": LFM2,
+    "lfm2_moe": replace(
+        LFM2,
+        rotary="pos_emb",
+        shown_by_modules=(*LFM2.shown_by_modules, "num_dense_layers", "use_expert_bias", *EXPERTS),
+    ),
+    "lfm3": replace(
+        LFM2,
+        norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+        output="o_proj",
+        head_norms=("q_norm", "k_norm"),
+        window="by_layer",
+        rotary_in_fp32=True,
+        gate=("g_proj", "sigmoid"),
+        shown_by_modules=(*LFM2.shown_by_modules, "use_sandwich_norm", "use_attention_gate"),
+    ),
     "qwen3_next": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
     "qwen3_5_text": GATED_DELTA,
     "qwen3_5_moe_text": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
 }
 WITH_IMAGES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"),
-    *("gemma4_unified", "mistral3", "llava", "llava_next", "llava_onevision", "internvl"),
+    *("gemma4_unified", "mistral3", "llava", "llava_next", "llava_onevision", "internvl", "muse_glimmer", "exaone4_5"),
 )
 """Models that also read images. Only their language models are read, and prompts with images run the original."""
 
 MLA = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k2", "longcat_flash")
 """Families with multi-head latent attention."""
+
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Models that draft with the keys and values of a target."""
 
 NEUTRAL_FIELDS = frozenset(
     {
@@ -272,6 +363,11 @@ def family_of(config: Any) -> Family | None:
     kind = getattr(config, "model_type", None)
     language = getattr(text_config(config), "model_type", "")
     return FAMILIES.get(language) if kind == language or kind in WITH_IMAGES else None
+
+
+def shares_keys(model: Any) -> bool:
+    """Whether a model drafts with the keys and values of a target."""
+    return getattr(getattr(model, "config", None), "model_type", None) in ASSISTANTS
 
 
 def logit_cap(config: Any) -> float | None:

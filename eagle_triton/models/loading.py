@@ -257,6 +257,28 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     return _in_one_dtype(model, dtype).eval()
 
 
+def is_assistant(names: Iterable[str]) -> bool:
+    """Whether these are the names of the tensors of an assistant that drafts with its target's keys and values."""
+    return {"pre_projection.weight", "post_projection.weight"} <= {*names}
+
+
+def load_assistant(path: str, target: nn.Module) -> nn.Module:
+    """An assistant that drafts with the keys and values of `target` (Gemma 4's), with its device and dtype.
+
+    path: a directory or hub id. Raises FileNotFoundError for missing files, ValueError if it cannot be read.
+    """
+    beside, named = next(target.parameters()), f"draft {path!r}"
+    dtype = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **{dtype: beside.dtype})
+    except OSError as error:
+        raise FileNotFoundError(f"{named}: {error}") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:  # also of a config.json of another kind
+        raise ValueError(f"{named}: {error}") from error
+    check_keys(named, info["missing_keys"], info["unexpected_keys"])
+    return model.to(beside.device).eval()
+
+
 def _reader_of(path: str, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], tuple[Any, dict[str, Any]]]:
     """The function that reads a target: with experts that stay as they are stored, or as transformers loads it."""
     if options.get("quantization_config") is not None or Version(transformers.__version__).major < 5:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from .block_drafter import BlockDrafter, BlockDrafterConfig
 from .block_loading import default_target_layers
 from .ea_model import EaModel
+from .families import text_config
 from .head_loading import borrow_embedding
 from .heads import DraftConfig, Eagle1Head, Eagle3Head
 from .mtp import MTPHead, new_unit
@@ -75,6 +76,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         query_pre_attn_scalar=256,
         sliding_window=1024,
         vocab_size=262208,
+        draft_vocab_size=32000,
+    ),
+    "muse-glimmer-30b": _sizes(
+        *(6656, 19968, 52, 32, 2),
+        model_type="muse_glimmer_text",
+        head_dim=128,
+        sliding_window=2048,
+        qk_scale_factor=1.0,  # published: 3.87, with which rounding decides what random weights attend to
+        vocab_size=202048,
         draft_vocab_size=32000,
     ),
     "phi4-mini": _sizes(
@@ -169,17 +179,19 @@ def random_model(
     sizes = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, **SHAPES[shape]}
     draft_vocab = sizes.pop("draft_vocab_size")
     draft_vocab = draft_vocab if eagle3 else sizes["vocab_size"]
-    config: Any = AutoConfig.for_model(
-        sizes.pop("model_type", "llama"),
-        **sizes,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        tie_word_embeddings=False,
-    )
+    no_tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    kind, text = sizes.pop("model_type", "llama"), dict(**sizes, **no_tokens, tie_word_embeddings=False)
+    config: Any = AutoConfig.for_model(kind, **text)
+    made = AutoModelForCausalLM
+    if kind == "muse_glimmer_text":  # which is only a part of a model that sees
+        sees: dict[str, Any] = dict(_sizes(64, 64, 1, 2, 2), patch_size=4)
+        text["model_type"], made = kind, AutoModelForImageTextToText
+        config = AutoConfig.for_model("muse_glimmer", text_config=text, vision_config=sees, tie_word_embeddings=False)
     of_head = dict(draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False, sliding_window=None)
     own = DraftConfig.from_dict({**sizes, **of_head})
     torch.manual_seed(seed)
     with _made_in(dtype, "meta" if ranks > 1 else device):
-        base = AutoModelForCausalLM.from_config(config)
+        base = made.from_config(config)
     if ranks > 1:
         base = _spread(base, ranks, device)
     with _made_in(dtype, device):
@@ -197,7 +209,7 @@ def random_model(
 def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> BlockDrafter:
     """A DFlash drafter of BLOCK_LAYERS layers and BLOCK_SIZE rows, for a causal language model of a shape in SHAPES:
     with its device, dtype and layer sizes, and random weights as in `random_model`."""
-    config, weight = target.config, target.get_input_embeddings().weight
+    config, weight = text_config(target.config), target.get_input_embeddings().weight
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     sizes: dict[str, Any] = {name: getattr(config, name, None) for name in names}
     sizes["head_dim"] = sizes["head_dim"] or config.hidden_size // config.num_attention_heads

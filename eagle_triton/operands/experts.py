@@ -20,8 +20,8 @@ MAX_ROWS = 64
 ExpertWeight = Tensor | Mxfp4Weight | FourBitExpertWeight | Float8ExpertWeight  # [E, N, K]
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
-"""Scores from a router's logits. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid: of each
-logit, in fp32; a correction may be added only for the choice (DeepSeek-V3)."""
+"""Scores from a router's logits, in fp32. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid:
+of each logit; a correction may be added only for the choice (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class Routing:
     """How a router's scores become experts and weights.
 
     chosen: experts per row. renormalised: the chosen experts' scores are divided by their sum. weights_in_fp32: weights
-    are not rounded to the rows' dtype. groups, chosen_groups: the experts form `groups` equal groups, and a row chooses
-    among those with the largest sums of their two best scores. scale: a factor of the weights. The last three are for
-    "sigmoid".
+    are not rounded to the rows' dtype. The others are for "sigmoid": groups, chosen_groups: the experts form `groups`
+    equal groups, and a row chooses among those with the largest sums of their two best scores. scale: a factor of the
+    weights. rounded_logits: logits are rounded to the rows' dtype, as in the other kinds; rounded_scores: logits
+    and their sigmoids are. eps: is added to the sum of renormalised scores.
     """
 
     chosen: int
@@ -41,6 +42,9 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
+    rounded_logits: bool = False
+    rounded_scores: bool = False
+    eps: float = 1e-20
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
@@ -52,8 +56,9 @@ class Routing:
             )
         if self.score == "softmax_of_chosen" and not self.renormalised:
             raise ValueError('score "softmax_of_chosen" sums to 1: renormalised must be True')
-        if self.score != "sigmoid" and (self.groups, self.scale) != (1, 1.0):
-            raise ValueError(f'groups and scale need score "sigmoid", got {self.score!r}')
+        of_sigmoid = self.groups, self.scale, self.rounded_logits, self.rounded_scores, self.eps
+        if self.score != "sigmoid" and of_sigmoid != (1, 1.0, False, False, Routing.eps):
+            raise ValueError(f'groups, scale, eps and rounding need score "sigmoid", got {self.score!r}')
 
 
 class Routes(NamedTuple):
@@ -78,7 +83,7 @@ def check_route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tens
             "x": (x, "... H", FLOATS),
             "weight": (weight, "E H", (x.dtype, torch.float32) if routing.score == "sigmoid" else x.dtype),
             "bias": (bias, "E", weight.dtype),
-            "correction": (correction, "E", torch.float32),
+            "correction": (correction, "E", FLOATS),
         },
     )
     _check_rows(name, x.shape[:-1].numel())

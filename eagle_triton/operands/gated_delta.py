@@ -68,6 +68,43 @@ def check_causal_conv(
     _check_counts(name, sizes, ancestors, pieces)
 
 
+def check_gated_conv(
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    ancestors: Tensor | None,
+    raw: Tensor | None,
+    pieces: PromptPieces | None = None,
+) -> None:
+    name = "gated_conv"
+    if pieces is not None and not (ancestors is None and raw is None):
+        raise ValueError(f"{name}: pieces of prompts cannot have ancestors or raw")
+    sizes = check_tensors(name, {"x": (x, "B n C3", FLOATS), "weight": (weight, "C W>0", x.dtype)})
+    if sizes["C3"] != 3 * sizes["C"]:
+        raise ValueError(f"{name}: x must have three times the {sizes['C']} channels of weight, got {sizes['C3']}")
+    sizes["window"] = sizes["W"] - 1
+    tensors = {
+        "window": (window, "B window C" if pieces is None else "slots window C", x.dtype),
+        "raw": (raw, "B n C", x.dtype),
+        "ancestors": (ancestors, "B n 1", torch.int64),
+        **_fields(pieces),
+    }
+    check_tensors(name, tensors, device=x.device, **sizes)
+    if pieces is not None and sizes["n"] < sizes["window"]:
+        raise ValueError(f"{name}: a piece must have at least a window's {sizes['window']} tokens, got {sizes['n']}")
+    _check_counts(name, sizes, ancestors, pieces)
+
+
+def check_commit_windows(windows: Tensor, raw: Tensor, path: Tensor, accepted: Tensor) -> None:
+    tensors = {
+        "raw": (raw, "L B N C", FLOATS),
+        "windows": (windows, "L B window C", raw.dtype),
+        "path": (path, "B P", torch.int32),
+        "accepted": (accepted, "B", torch.int32),
+    }
+    check_tensors("commit_windows", tensors)
+
+
 def check_delta(
     name: str,
     mixed: Tensor,

@@ -9,6 +9,7 @@ from eagle_triton.operands.shapes import FLOATS, check_tensors
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+HEAD_GATES = ("sigmoid", "softplus")
 
 
 def check_rms_norm(
@@ -109,5 +110,9 @@ def check_swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> None:
     check_activation("swiglu", activation)
 
 
-def check_gate_heads(x: Tensor, gate: Tensor) -> None:
-    check_tensors("gate_heads", {"x": (x, "B n Hq d", FLOATS), "gate": (gate, x.shape, x.dtype)})
+def check_gate_heads(x: Tensor, gate: Tensor, activation: str = "sigmoid") -> None:
+    by_head = gate.shape[-1:] == (1,)
+    shape = (*x.shape[:-1], 1) if by_head else x.shape
+    check_tensors("gate_heads", {"x": (x, "B n Hq d", FLOATS), "gate": (gate, shape, x.dtype)})
+    if activation not in HEAD_GATES:
+        raise ValueError(f"gate_heads: activation must be {' or '.join(HEAD_GATES)}, got {activation!r}")

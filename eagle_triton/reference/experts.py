@@ -15,15 +15,17 @@ from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
     """The experts that each row chooses, and their weights.
 
-    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E] float32, added to scores only for the choice.
-    With "sigmoid" the logits are fp32, and the weight may be too; otherwise they are rounded to x's dtype. Equal scores
-    are ordered by index. Raises ValueError if shapes, dtypes or sizes do not fit.
+    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E], added to scores only for the choice. With
+    "sigmoid" the logits are fp32 unless they are rounded, and the weight may be; otherwise they are rounded to x's
+    dtype. Equal scores are ordered by index. Raises ValueError if shapes, dtypes or sizes do not fit.
     """
     operands.check_route(x, weight, bias, correction, routing)
     x = x.reshape(-1, x.shape[-1])
     if routing.score == "sigmoid":
         logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        logits = logits.to(x.dtype).float() if routing.rounded_logits or routing.rounded_scores else logits
         scores = logits.sigmoid()
+        scores = scores.to(x.dtype).float() if routing.rounded_scores else scores
         order = scores if correction is None else scores + correction
     else:
         logits = scores = order = F.linear(x, weight, bias).float()
@@ -38,7 +40,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
     elif routing.score == "softmax_of_chosen":
         weights = weights.softmax(1)
     elif routing.renormalised:
-        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(1, keepdim=True) + routing.eps)
     weights = weights * routing.scale
     hit, rows = _by_experts(experts, len(weight))
     return Routes(experts.int(), weights if routing.weights_in_fp32 else weights.to(x.dtype), hit, rows)

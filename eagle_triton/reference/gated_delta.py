@@ -69,6 +69,39 @@ def causal_conv(
         mixed = torch.zeros(*q.shape[:2], weight.shape[0], dtype=q.dtype, device=q.device)
         return _by_sequence(pieces, mixed, window, (q, k, v), lambda q, k, v, mine: causal_conv(q, k, v, weight, mine))
     rows = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1)
+    mixed = functional.silu(_convolved(rows, weight, window, ancestors))
+    if raw is not None:
+        raw.copy_(rows)
+    return mixed if out is None else out.copy_(mixed)
+
+
+def gated_conv(
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    ancestors: Tensor | None = None,
+    *,
+    raw: Tensor | None = None,
+    pieces: PromptPieces | None = None,
+) -> Tensor:
+    """c * convolution of (b * x): the short convolution of LFM2, with rows x [B, n, 3 C] of b, c and x.
+
+    The convolution is that of `causal_conv`, without SiLU, with weight [C, W] and window [B, W - 1, C] of b * x, which
+    raw [B, n, C] gets, too. ancestors, pieces: as there. Returns [B, n, C]. Raises ValueError if arguments do not fit.
+    """
+    operands.check_gated_conv(x, weight, window, ancestors, raw, pieces)
+    if pieces is not None:
+        out = torch.zeros(*x.shape[:2], len(weight), dtype=x.dtype, device=x.device)
+        return _by_sequence(pieces, out, window, (x,), lambda x, mine: gated_conv(x, weight, mine))
+    b, c, x = x.chunk(3, dim=-1)
+    rows = b * x
+    if raw is not None:
+        raw.copy_(rows)
+    return c * _convolved(rows, weight, window, ancestors)
+
+
+def _convolved(rows: Tensor, weight: Tensor, window: Tensor, ancestors: Tensor | None) -> Tensor:
+    """The sum over taps, in the dtype of rows [B, n, C]. Without ancestors the window is updated in place."""
     batch, count, channels = rows.shape
     taps, kept = weight.shape[1], window.shape[1]
     known = torch.cat((window, rows), dim=1)
@@ -80,12 +113,9 @@ def causal_conv(
     for tap, place in enumerate(reversed(places)):
         row = known.gather(1, place.clamp(min=0)[..., None].expand(-1, -1, channels)).float()
         total += weight[:, tap].float() * row
-    mixed = functional.silu(total.to(rows.dtype))
     if ancestors is None:
         window.copy_(known[:, known.shape[1] - kept :])
-    if raw is not None:
-        raw.copy_(rows)
-    return mixed if out is None else out.copy_(mixed)
+    return total.to(rows.dtype)
 
 
 def delta_tree(
@@ -226,6 +256,22 @@ def commit_states(
             state.copy_(torch.where(taken[:, None, None, None], after, state))
             moved = torch.cat((window, raw[layer][pick[0], node][:, None]), dim=1)[:, 1:] if kept else window
             window.copy_(torch.where(taken[:, None, None], moved, window))
+
+
+def commit_windows(windows: Tensor, raw: Tensor, path: Tensor, accepted: Tensor) -> None:
+    """Update the windows [L, B, W - 1, C] of `gated_conv` in L layers by the accepted path, in place.
+
+    raw [L, B, N, C] of the trees; path, accepted: as in `commit_states`. Raises ValueError if arguments do not fit.
+    """
+    operands.check_commit_windows(windows, raw, path, accepted)
+    if not windows.shape[2]:
+        return
+    for window, rows in zip(windows, raw, strict=True):
+        for step in range(path.shape[1]):
+            node = path[:, step].clamp(min=0).long()
+            newest = rows[torch.arange(len(node), device=node.device), node][:, None]
+            moved = torch.cat((window, newest), dim=1)[:, 1:]
+            window.copy_(torch.where((step <= accepted)[:, None, None], moved, window))
 
 
 def gating(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

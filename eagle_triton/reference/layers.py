@@ -131,6 +131,7 @@ def rotary_append(
     pairs: bool = False,
     round_tables: bool = True,
     temperature: tuple[float, int] | None = None,
+    norm_last: bool = False,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
@@ -145,16 +146,21 @@ def rotary_append(
     Differences between models: with empty frequencies, [0], nothing is rotated (SmolLM3). `pairs`: elements 2i and
     2i + 1 rotate together instead of i and i + r / 2 (GLM-4). Without `round_tables` cos and sin stay fp32, and the
     rotated values are rounded once (OLMo 2). temperature (beta, length): the rotated q is multiplied by
-    1 + beta * log(1 + floor(position / length)) in its own dtype (Ministral 3).
+    1 + beta * log(1 + floor(position / length)) in its own dtype (Ministral 3). `norm_last`: q and k are normed after
+    the rotation (Hunyuan).
     """
     norms = q_norm, k_norm, v_norm
     operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, norms, table, temperature)
     kind: dict[str, Any] = dict(zero_centred=zero_centred, round_first=round_first)
-    q, *own = (
-        total_of(x) if norm is None else whole_of(rms_norm(total_of(x), norm, eps, **kind))
-        for x, norm in zip((q, k, v), norms, strict=True)
-        if x is not None
-    )
+
+    def normed(x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else whole_of(rms_norm(x, norm, eps, **kind))
+
+    q, *own = (total_of(x) for x in (q, k, v) if x is not None)
+    if own:
+        own[1] = normed(own[1], v_norm)
+    if not norm_last:
+        q, own[:1] = normed(q, q_norm), [normed(part, k_norm) for part in own[:1]]
     rows = first_row + skip
     if depths is None:
         positions = rows[:, None] + torch.arange(q.shape[1], device=q.device)
@@ -164,14 +170,15 @@ def rotary_append(
     cos, sin = (part[:, :, None] * attention_scaling for part in (angle.cos(), angle.sin()))
     if round_tables:
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-    q = _rotate(q, cos, sin, pairs)
+    q, own[:1] = _rotate(q, cos, sin, pairs), [_rotate(part, cos, sin, pairs) for part in own[:1]]
+    if norm_last:
+        q, own[:1] = normed(q, q_norm), [normed(part, k_norm) for part in own[:1]]
     if temperature is not None:
         beta, length = temperature
         factor = 1 + beta * torch.log(1 + torch.floor(positions / length))
         q = q * factor.to(q.dtype)[:, :, None, None]
     if own:
-        k, v = own
-        write_rows(cache, torch.stack((_rotate(k, cos, sin, pairs), v), dim=2), rows, table)
+        write_rows(cache, torch.stack(own, dim=2), rows, table)
     return q
 
 
@@ -184,9 +191,12 @@ def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), elementwise: attention with an output gate (Qiu et al. 2025). [B, n, Hq, d] each."""
-    operands.check_gate_heads(x, gate)
+def gate_heads(x: Tensor, gate: Tensor, activation: str = "sigmoid") -> Tensor:
+    """x * activation(gate): attention with an output gate (Qiu et al. 2025), "sigmoid" or "softplus". x [B, n, Hq, d];
+    gate of the same shape, or [B, n, Hq, 1]. Softplus is log(1 + exp(gate)), rounded once."""
+    operands.check_gate_heads(x, gate, activation)
+    if activation == "softplus":
+        return x * torch.nn.functional.softplus(gate.float()).to(x.dtype)
     return x * torch.sigmoid(gate)
 
 

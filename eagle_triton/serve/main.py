@@ -279,8 +279,8 @@ def _parser(program: str) -> Parser:
     whole, number, file = command_line.whole, command_line.number, command_line.existing_file
     add("model", nargs="?", type=model, metavar="MODEL", help="the target: directory or hub id (default: demo)")
     add("--model", dest="model_option", type=model, metavar="MODEL", help="the same as MODEL, as an option")
-    add("--draft", type=model, metavar="HEAD", help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp "
-        "(default: the draft beside the target, else text that occurred before)")
+    add("--draft", type=model, metavar="HEAD", help="an EAGLE head, a block drafter (demo-block: the demo's), an "
+        "assistant of Gemma 4, or mtp (default: the draft beside the target, else text that occurred before)")
     add("--speculative-config", type=_speculative, metavar="JSON", help="how to draft, in the form that vLLM takes")
     add("--topk", type=whole(), metavar="K", help="children of each expanded node of the tree")
     add("--num-steps", type=whole(), metavar="D", help="levels of the tree")

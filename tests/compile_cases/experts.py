@@ -1,5 +1,5 @@
-"""Production settings of mixtures: Qwen3-30B-A3B, Mixtral-8x7B, gpt-oss-20b, GLM-4.5-Air's router, and products in
-fp32."""
+"""Production settings of mixtures: Qwen3-30B-A3B, Mixtral-8x7B, gpt-oss-20b, the routers of GLM-4.5-Air and MiniMax-M2,
+and products in fp32."""
 
 from collections.abc import Callable
 from functools import partial
@@ -75,9 +75,10 @@ def _products(
 
 
 def _router(name: str, experts: int, routing: Routing, bias: Tensor | None = None) -> list[tuple]:
-    """By sigmoid, in fp32 and with a correction."""
-    weight, correction = (fp32, fp32(experts)) if routing.score == "sigmoid" else (bf16, None)
-    return launches(name, route, bf16(_ROWS, 2048), weight(experts, 2048), bias, correction, routing)
+    """By sigmoid, with a correction, in fp32 unless logits are rounded."""
+    dtype = fp32 if routing.score == "sigmoid" and not routing.rounded_logits else bf16
+    correction = dtype(experts) if routing.score == "sigmoid" else None
+    return launches(name, route, bf16(_ROWS, 2048), dtype(experts, 2048), bias, correction, routing)
 
 
 _portable = partial(_products, targets=EVERYWHERE)
@@ -92,6 +93,7 @@ CASES = [
         256,
         Routing(8, "sigmoid", weights_in_fp32=True, groups=8, chosen_groups=4),
     ),
+    *_router("router 8 of 256 rounded", 256, Routing(8, "sigmoid", weights_in_fp32=True, rounded_logits=True)),
     *_portable("bf16", "30b-a3b", bf16, bf16),
     *_portable("bf16", "8x7b", bf16, bf16, routed=fp32),
     *_portable("bf16", "gpt-oss", bf16, _transposed, as_gpt_oss=True),

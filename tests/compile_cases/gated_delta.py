@@ -33,6 +33,15 @@ def _commit_states() -> None:
     kernels.commit_states(layers, bf16(48, 4, 3, _CHANNELS), mixed, mixed, gates, i32(4, 9), i32(4))
 
 
+def _gated_conv(count: int, *ancestors, **options) -> None:
+    """LFM2-1.2B's: 2048 channels, three taps."""
+    kernels.gated_conv(bf16(4, count, 3 * 2048), bf16(2048, 3), bf16(4, 2, 2048), *ancestors, **options)
+
+
+def _commit_windows() -> None:
+    kernels.commit_windows(bf16(10, 4, 2, 2048), bf16(10, 4, 60, 2048), i32(4, 9), i32(4))
+
+
 CASES = [
     *(
         case
@@ -58,4 +67,8 @@ CASES = [
     *launches("a node", _conv, 1, i64(4, 1, 1), raw=bf16(4, 1, _CHANNELS)),
     *launches("a chain", _conv, 512),
     *launches("pieces", _conv, 64, pieces=_PIECES),
+    *launches("a gated tree", _gated_conv, 60, i64(4, 60, 1), raw=bf16(4, 60, 2048)),
+    *launches("a gated chain", _gated_conv, 512),
+    *launches("gated pieces", _gated_conv, 64, pieces=_PIECES),
+    *launches("windows", _commit_windows),
 ]

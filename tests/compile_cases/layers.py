@@ -1,5 +1,6 @@
 """Production settings of rms_norm, rotary_append, swiglu and gate_heads: 8b and 1b shapes, whole and partial products;
-those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated."""
+those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated; Hunyuan-7B's heads and
+Laguna's gates."""
 
 from __future__ import annotations
 
@@ -135,7 +136,9 @@ CASES = [
         for case in _rotary(8, 4, 128, turned=turned, splits=splits, **kind)
     ),
     *_rotary(8, 4, 128, turned=0),
+    *_rotary(8, 4, 128, splits=2, norms="qk", norm_last=True),
     *launches("silu", swiglu, bf16(60, 14336), bf16(60, 14336)),
     *launches("gelu_tanh", swiglu, bf16(60, 14336), bf16(60, 14336), "gelu_tanh"),
     *launches("gated heads", gate_heads, bf16(4, 60, 24, 256), bf16(4, 60, 24, 256)),
+    *launches("one gate", gate_heads, bf16(4, 60, 48, 128), bf16(4, 60, 48, 1), "softplus"),
 ]

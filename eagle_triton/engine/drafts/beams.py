@@ -380,6 +380,10 @@ class BeamDraft(ScoringDraft):
         levels = next((levels for levels in LEVELS if levels >= gamma), spec.beam_levels)
         return levels if levels < spec.beam_levels else None
 
+    def caches_of(self, sequences: Sequences) -> LayerCaches:
+        """The caches that `forward` reads and writes."""
+        return sequences.draft_tensors.caches
+
     def rows(self, lengths: Tensor) -> Tensor:
         """How many rows [B] int32 the draft's cache has, with the root's, where the target's has `lengths`."""
         return lengths if self.first_token == 1 else lengths + (1 - self.first_token)
@@ -492,13 +496,12 @@ class BeamDraft(ScoringDraft):
                     lengths, lengths, depths, chosen.ancestors, tune_for_nodes=plan.tune_for_nodes, skip=first_slot
                 )
                 nodes = DraftNodes(hidden, chosen.parents, chosen.tokens)
-                hidden, normed = self.forward(ops, nodes, mine.caches, rows, level)
+                hidden, normed = self.forward(ops, nodes, self.caches_of(state.sequences), rows, level)
                 first_slot += chosen.tokens.shape[1]
             levels = level + 1
-            logits = project(ops, self.head, normed, state.batch * plan.tune_for_nodes).flatten(0, 1)
+            logits, log_probs, tokens = self.best_children(ops, normed, spec.top_k, state.batch * plan.tune_for_nodes)
             if guide is not None and rule is not None and not level:
                 ops.choose_gamma(ops.row_entropy(logits), state.lengths, guide, rule, logits.shape[1])
-            log_probs, tokens = ops.topk(logits, spec.top_k, offsets=self.d2t)
             if rule is not None and rule.mode == "stop" and level >= rule.gamma_min:
                 sure = 1 - (rule.stop_lambda * ops.row_entropy(logits)).sqrt() >= rule.stop_threshold
                 log_probs.masked_fill_(~sure[:, None], float("-inf"))
@@ -510,6 +513,14 @@ class BeamDraft(ScoringDraft):
             scored = levels if rule.mode == "stop" else None
             ops.clip_depth(found.tokens, found.scores, depths, guide, state.lengths, limits, rule, scored)
         return found
+
+    def best_children(
+        self, ops: Operations, normed: Tensor, top_k: int, tune_for_rows: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The scored logits [n, *] of nodes, and the log-probabilities and target ids [n, K] of their best children,
+        from what the vocabulary projection reads, [B, n / B, *]. tune_for_rows: see project."""
+        logits = project(ops, self.head, normed, tune_for_rows).flatten(0, 1)
+        return logits, *ops.topk(logits, top_k, offsets=self.d2t)
 
     def _rule(self, spec: TreeSpec) -> EGAGConfig | None:
         return None if self.egag is None else self.egag.within(spec.beam_levels)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
-from eagle_triton.engine.model.modules import LayerInputs, embed_norm
+from eagle_triton.engine.model.modules import LayerInputs, Norm, embed_norm
 from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
@@ -24,6 +24,7 @@ class CausalLMDraft(BeamDraft):
     first_token: ClassVar[int] = 0
 
     embedding_scale: float = 1.0
+    embedding_norm: Norm | None = None
     layer_inputs: LayerInputs | None = None
     """See ModelView."""
 
@@ -82,6 +83,7 @@ class CausalLMDraft(BeamDraft):
             if outputs is not None:
                 return outputs
         norm = self.layers[0].input_norm
-        normed, x = embed_norm(ops, norm, self.embedding, tokens, rows.in_draft_pass, scale=self.embedding_scale)
+        own: dict[str, Any] = dict(scale=self.embedding_scale, own_norm=self.embedding_norm)
+        normed, x = embed_norm(ops, norm, self.embedding, tokens, rows.in_draft_pass, **own)
         layer_inputs = None if self.layer_inputs is None else self.layer_inputs.of(ops, tokens, x)
         return self.run_layers(ops, normed, x, caches, rows, layer_inputs)

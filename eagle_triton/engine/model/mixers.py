@@ -235,9 +235,10 @@ class Attention(Mixer):
     """Grouped-query attention. For an EAGLE-3 head q, k and v read 2H columns.
 
     gated: in the rows of q, each head's queries are followed by a gate of the head's output, 2d rows for a head
-    (Qwen3-Next, Qwen3.5). q_norm and k_norm have one kind and eps, and [d] each, or [Hq * d] and [Hkv * d] (see
-    `norms_rows`); v_norm has [d]. Without v, the values are the keys before their norm and rotation. Without k and v it
-    reads the keys and values of layer `reads_layer` (Gemma 4).
+    (Qwen3-Next, Qwen3.5). gate: a projection to such gates instead, d rows or one for a head (AFMoE, Laguna); with its
+    `gate_activation` see ops.gate_heads. q_norm and k_norm have one kind and eps, and [d] each, or [Hq * d] and
+    [Hkv * d] (see `norms_rows`); v_norm has [d]. Without v, the values are the keys before their norm and rotation.
+    Without k and v it reads the keys and values of layer `reads_layer` (Gemma 4).
     """
 
     q: Projection
@@ -254,17 +255,20 @@ class Attention(Mixer):
     v_norm: Norm | None = None
     sliding_window: int | None = None
     gated: bool = False
+    gate: Projection | None = None
+    gate_activation: str = "sigmoid"
     sinks: Tensor | None = None  # [Hq]: a score for each head that takes a share of attention and adds no value
     softcap: float | None = None  # scores are bounded as softcap * tanh(score / softcap)
     reads_layer: int | None = None
+    norm_last: bool = False  # q and k are normed after the rotation (Hunyuan)
 
     reads_pieces: ClassVar[bool] = True
     by_token: ClassVar[bool] = True
 
     @property
     def inputs(self) -> tuple[Projection, ...]:
-        """Its input projections: of q, k and v, if it has these."""
-        return tuple(projection for projection in (self.q, self.k, self.v) if projection is not None)
+        """Its input projections: of q, k, v and the gates, if it has these."""
+        return tuple(projection for projection in (self.q, self.k, self.v, self.gate) if projection is not None)
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -318,7 +322,7 @@ class Attention(Mixer):
         )
         assert isinstance(out, Tensor)
         if gate is not None:
-            out = ops.gate_heads(out, gate)
+            out = ops.gate_heads(out, gate, self.gate_activation)
         return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
 
     def attend(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Tensor:
@@ -353,7 +357,7 @@ class Attention(Mixer):
                 return attended
             out = attended
         if gate is not None:
-            out = ops.gate_heads(out, gate)
+            out = ops.gate_heads(out, gate, self.gate_activation)
         return out.flatten(-2)
 
     @property
@@ -374,13 +378,19 @@ class Attention(Mixer):
     def _append(
         self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, queries: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """Append its keys and values to the cache, if it has any. Returns the rotated queries and the gate, if there is
-        one, each [B, n, Hq, d]. queries=False: do not compute them; keys are returned in their place."""
+        """Append its keys and values to the cache, if it has any. Returns the rotated queries [B, n, Hq, d], and gates
+        [B, n, Hq, d or 1] if it has any. queries=False: do not compute them; keys are returned in their place."""
         gated, q_norm, k_norm = self.gated and queries, self.q_norm if queries else self.k_norm, self.k_norm
-        inputs = self.inputs if queries else self.inputs[1:]
-        products = project_stack(ops, inputs, x, keep_splits=not gated, tune_for_rows=rows.tune_for_rows)
+        inputs = self.inputs if queries else tuple(each for each in (self.k, self.v) if each is not None)
+        keep_splits = not gated and self.gate is None
+        products = project_stack(ops, inputs, x, keep_splits=keep_splits, tune_for_rows=rows.tune_for_rows)
+        gate = None
         if not queries:
             products = products[0], *products
+        elif self.gate is not None:
+            *others, gates = products
+            products = tuple(others)
+            gate = total_of(gates).unflatten(-1, (self.num_heads, -1))
         if self.v is None and self.k is not None:
             products = *products, products[1]
         if self.norms_rows:
@@ -391,7 +401,6 @@ class Attention(Mixer):
             q_norm = k_norm = None
         q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         k, v = own or (None, None)
-        gate = None
         if gated:
             q, gate = total_of(q).unflatten(-2, (-1, 2)).unbind(-2)
         q = ops.rotary_append(
@@ -414,6 +423,7 @@ class Attention(Mixer):
             pairs=self.rotary.pairs,
             round_tables=self.rotary.round_tables,
             temperature=self.rotary.temperature,
+            norm_last=self.norm_last,
         )
         return q, gate
 

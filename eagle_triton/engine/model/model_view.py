@@ -113,6 +113,7 @@ class ModelView:
     pad_token_id: int | None
     ranks: Ranks | None = None
     embedding_scale: float = 1.0  # of embeddings, rounded to their dtype
+    embedding_norm: Norm | None = None  # of embeddings
     layer_inputs: LayerInputs | None = None
     short_rope_length: int | None = None
 
@@ -352,7 +353,8 @@ def _layer_input(
         place = sorted(view.feature_layers).index(index)
         part = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
     if x is None:
-        options: dict[str, Any] = dict(scale=view.embedding_scale, total=part, row_format=row_format)
+        options: dict[str, Any] = dict(scale=view.embedding_scale, own_norm=view.embedding_norm)
+        options |= dict(total=part, row_format=row_format)
         normed, x = embed_norm(ops, norm, view.embedding, tokens, **options)
     else:
         normed, x = add_norm_for(ops, norm, x, update, total=part, row_format=row_format)

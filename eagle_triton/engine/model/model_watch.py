@@ -48,6 +48,7 @@ CONFIG_FIELDS = (
     *("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp"),
     *("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "rope_parameters", "top_k_experts"),
     *("is_causal", "attention_chunk_size", "kv_sharing_modes", "clip_qkv"),
+    *("layer_rope_theta", "mup_enabled", "output_multiplier"),
 )
 """Fields of a configuration that the forwards of any family read each time they run."""
 
@@ -55,14 +56,16 @@ MODULE_FIELDS = {
     *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "is_sliding", "rope_type"),
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # for SafeAILab's models
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
-    *("first_kv_shared_layer_idx", "max_norm", "use_rope", "with_scale", "has_bias"),
+    *("first_kv_shared_layer_idx", "max_norm", "use_rope", "is_local_attention", "with_scale", "has_bias"),
+    *("gate_per_head", "is_attention_layer", "use_expert_bias"),
     *("embedding_multiplier", "residual_multiplier", "act_fn"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
 
-READ_ONCE = {"_buffers": "embed_scale", "_parameters": "e_score_correction_bias"}
-"""A buffer and a parameter that are read as numbers. The parameter, of ERNIE's routers, must be zero."""
+READ_ONCE = (("_buffers", "embed_scale", ""), ("_parameters", "e_score_correction_bias", ".moe_statics"))
+"""A buffer and a parameter that are read as numbers, and the ends of their modules' paths. The parameter, of ERNIE's
+routers, must be zero."""
 
 DECOMPRESSED = (
     "the own forward of a compressed model puts compressed-tensors' offloading around every layer (load the model "
@@ -142,8 +145,8 @@ class ModelWatch:
         numbers = {
             f"{path}.{name}": tensor
             for path, module, called in parts
-            for kind, name in READ_ONCE.items()
-            if not called and (tensor := getattr(module, kind).get(name)) is not None
+            for kind, name, owner in READ_ONCE
+            if not called and path.endswith(owner) and (tensor := getattr(module, kind).get(name)) is not None
         }
         copies = {**(copied or {}), **numbers}
         self._copied = [(path, tensor, _version(tensor)) for path, tensor in copies.items()]

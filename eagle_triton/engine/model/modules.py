@@ -462,12 +462,14 @@ def embed_norm(
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
     scale: float = 1.0,
+    own_norm: Norm | None = None,
 ) -> tuple[ProductRows, Tensor]:
-    """(norm(x), x) of the embeddings x of tokens [B, n] times `scale`, like `add_norm`. `total` [B, n, H]: room for
-    x."""
+    """(norm(x), x) of the embeddings x of tokens [B, n] times `scale`, like `add_norm`. own_norm: x is normed by it
+    first. `total` [B, n, H]: room for x."""
     table = embedding.in_memory(ops.kernels) if isinstance(embedding, SharedEmbedding) else embedding
-    if norm is None or table is None or scale != 1.0:
+    if norm is None or table is None or scale != 1.0 or own_norm is not None:
         x = embedding[tokens] if scale == 1.0 else embedding[tokens] * scale
+        x = x if own_norm is None else apply_norm(ops, own_norm, x)
         return add_norm_for(ops, norm, x, in_draft_pass=in_draft_pass, row_format=row_format)
     return ops.embed_rms_norm(
         tokens,

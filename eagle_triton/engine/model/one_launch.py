@@ -54,8 +54,13 @@ def reason_against(model: ModelView | CausalLMDraft) -> str | None:
 def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
     """Why the launch does not support a model's layers; None if it does."""
     embedding, layers, norm = model.embedding, model.layers, model.norm
-    if model.embedding_scale != 1.0 or model.layer_inputs is not None or model.feature_layers:
-        return "its embeddings are scaled, its layers have their own inputs, or a head reads them"
+    if (
+        model.embedding_scale != 1.0
+        or model.embedding_norm is not None
+        or model.layer_inputs is not None
+        or model.feature_layers
+    ):
+        return "its embeddings are scaled or normed, its layers have their own inputs, or a head reads them"
     if not isinstance(embedding, Tensor) or not embedding.is_contiguous():
         return "the embedding is shared by ranks or not contiguous"
     if embedding.dtype != torch.bfloat16:
@@ -126,10 +131,10 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
         return f"rotates {2 * len(rotary.inv_freq)} columns of a head, not a multiple of 8"
     if rotary.pairs or not rotary.round_tables or rotary.temperature:
         return "rotates in pairs, by unrounded tables or with a temperature"
-    if mixer.gated or mixer.sinks is not None or mixer.softcap is not None:
+    if mixer.gated or mixer.gate is not None or mixer.sinks is not None or mixer.softcap is not None:
         return "has gates, sinks or capped scores"
-    if mixer.reads_layer is not None or mixer.v_norm is not None or mixer.norms_rows:
-        return "reads another layer's keys, or norms values or whole rows"
+    if mixer.reads_layer is not None or mixer.v_norm is not None or mixer.norms_rows or mixer.norm_last:
+        return "reads another layer's keys, or norms values, whole rows or rotated heads"
     model = first.mixer
     assert isinstance(model, Attention)
     if _described(first) != _described(layer):

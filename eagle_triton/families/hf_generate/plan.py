@@ -212,8 +212,8 @@ def _embeddings_reasons(view: ModelView, given: Tensor, ids: Tensor) -> list[str
         reasons.append(f"inputs_embeds beside input_ids of shape {list(ids.shape)}")
     if view.ranks is not None:
         reasons.append("inputs_embeds of a model that several ranks share")
-    if view.embedding_scale != 1.0:
-        reasons.append("inputs_embeds of a model that scales its embeddings")
+    if view.embedding_scale != 1.0 or view.embedding_norm is not None:
+        reasons.append("inputs_embeds of a model that scales or norms its embeddings")
     return reasons
 
 

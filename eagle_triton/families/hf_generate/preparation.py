@@ -42,6 +42,7 @@ from eagle_triton.families.hf_generate.options import (
 )
 from eagle_triton.families.hf_generate.plan import Call
 from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
+from eagle_triton.models.block_loading import is_block_assistant
 from eagle_triton.patching import Fallback, PatchPoint
 
 OF_GENERATION = ("transformers.", "torch.", "eagle_triton.")
@@ -50,12 +51,13 @@ ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
 
 
 class Assistance(NamedTuple):
-    """A draft that a call brings itself: a language model, or n-grams of up to `ngram` tokens of the prompt. `tokens`:
-    drafted in the first step."""
+    """A draft that a call brings itself: a language model, a block drafter (`in_blocks`), or n-grams of up to `ngram`
+    tokens of the prompt. `tokens`: drafted in the first step; a block drafter drafts its block."""
 
     model: Any | None
     tokens: int
     ngram: int
+    in_blocks: bool = False
 
 
 class Drafting(NamedTuple):
@@ -169,6 +171,12 @@ class _Preparation:
     def _validate_model_kwargs(self, inputs: dict[str, Any]) -> None:
         """Do nothing: `_prepare_generation_config` has validated them."""
 
+    def _maybe_prepare_encoder_kwargs_for_generation(
+        self, tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Encode no images: prompts with images run the original, which encodes them."""
+        return model_kwargs
+
     def _take_assistance(self, config: GenerationConfig) -> Assistance | None:
         """Take a draft that the call brings out of `config`. The original refuses wrong combinations itself."""
         lookup, assistant = getattr(config, "prompt_lookup_num_tokens", None), self._assistant
@@ -177,9 +185,11 @@ class _Preparation:
         name = "assistant_model" if lookup is None else "prompt_lookup_num_tokens"
         if lookup is not None and assistant is not None:
             self._reasons.append("assistant_model beside prompt_lookup_num_tokens")
-        for option in ("assistant_ensemble_weight", "speculation_type"):
-            if getattr(config, option, None) is not None:
-                self._reasons.append(option)
+        kind = getattr(config, "speculation_type", None)
+        in_blocks = kind == "dflash" and is_block_assistant(assistant)
+        others = {"assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None)}
+        others["speculation_type"] = None if in_blocks else kind
+        self._reasons += [option for option, value in others.items() if value is not None]
         own = getattr(assistant, "generation_config", None)
         schedule = getattr(own, "num_assistant_tokens_schedule", None)
         if schedule == "heuristic":  # it writes to the assistant's configuration
@@ -197,7 +207,7 @@ class _Preparation:
             config.prompt_lookup_num_tokens = None
         if not (is_count(tokens) and is_count(ngram)):
             return None
-        return Assistance(assistant, min(tokens, MAX_ASSISTED), 0 if lookup is None else ngram)
+        return Assistance(assistant, min(tokens, MAX_ASSISTED), 0 if lookup is None else ngram, in_blocks)
 
     def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         """Make a cache only for a caller that gets one back: the engine has its own."""
@@ -243,7 +253,7 @@ class _Preparation:
             try:
                 drafting = self._assisted(self._assistance) if not self._reasons else drafting
             except UnsupportedModelError as error:
-                self._reasons.append(f"assistant_model: {error}")
+                self._reasons.append(f"assistant_model: {str(error).removeprefix('assistant_model: ')}")
         result: Any = decode(*drafting, call, self._reasons, self._reading)
         for name in CACHE_NAMES:
             if generation_config.return_dict_in_generate and inputs.get(name) is not None:

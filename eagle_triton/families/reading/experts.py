@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ STORED: dict[str, tuple[type[Mxfp4Weight | FourBitExpertWeight], str]] = {
 """Weights that stay as they are stored: the name of their note in the report, and what it calls them."""
 
 OTHER_LAYOUT = "Mxfp4GptOssExperts"  # transformers' class of MXFP4 experts in a kernel's own layout
-OF_ROUTERS = ("weight", "bias", "e_score_correction_bias")
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # of scores, in a router or beside it
+SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")  # of the chosen experts' weights
+EPS = (1e-6,)  # what routers add to the sum of scores, besides Routing's own
+OF_ROUTERS = ("weight", "bias", "gate.weight", CORRECTIONS[0])
 UNUSED_CORRECTION = "moe_statics.e_score_correction_bias"  # ERNIE's, for softmax; it is read if it is zero
 LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights in place
 
@@ -50,17 +54,20 @@ class _CalledAsItIs(Exception):
 class RoutedExperts(nn.Module):
     """A router and experts, called one after the other.
 
-    experts: x [n, H], the experts [n, k] int64 of each row and their weights [n, k] -> [n, H].
+    router: x [n, H] -> (logits, weights [n, k], experts [n, k] int64). experts: x [n, H], the experts of each row and
+    their weights times `scale` -> [n, H].
     """
 
-    def __init__(self, router: nn.Module, experts: Callable[..., Tensor]):
+    def __init__(self, router: Callable[..., Any], experts: Callable[..., Tensor], scale: float = 1.0):
         super().__init__()
-        self.router, self.experts = router, experts
+        self.router, self.experts, self.scale = router, experts, scale
 
     def forward(self, x: Tensor, normed: Tensor | None = None) -> Tensor:
         """x [B, n, H]: the router's input. normed: the experts' input; None: x, too. Returns [B, n, H]."""
         _, weights, chosen = self.router(x.flatten(0, -2))
-        return self.experts((x if normed is None else normed).flatten(0, -2), chosen, weights).view_as(x)
+        rows = (x if normed is None else normed).flatten(0, -2)
+        found = self.experts(rows, chosen, weights if self.scale == 1.0 else weights * self.scale)
+        return found.view_as(x)
 
 
 def read_experts(
@@ -94,12 +101,13 @@ def read_experts(
             ) from None
         return Experts(block, chosen, count, reason=reason)
     routed = None
+    router, scale = _Router(block), _scale_beside_router(block)
     if in_float8 is not None:
-        routed = RoutedExperts(_router_of(block), in_float8.of_many_rows)
+        routed = RoutedExperts(router, in_float8.of_many_rows, scale)
     elif ranks is not None:
-        routed = RoutedExperts(_router_of(block), own_experts(experts))
+        routed = RoutedExperts(router, own_experts(experts), scale)
     elif weights.shared is not None and _has_modules(weights.shared):
-        routed = RoutedExperts(_router_of(block), experts)
+        routed = RoutedExperts(router, experts, scale)
     return Experts(block, weights.routing.chosen, len(weights.router), weights, routed=routed, summed_over=ranks)
 
 
@@ -152,6 +160,35 @@ def _router_of(block: nn.Module) -> Any:
     return getattr(block, "gate", None) or getattr(block, "router", None)
 
 
+class _Router:
+    """A block's router with its weight, and with the correction of scores that it has itself or that the block passes
+    to it."""
+
+    def __init__(self, block: nn.Module):
+        self.module = _router_of(block)
+        inner = self.module._modules.get("gate")
+        self._takes_batches = inner is not None  # AFMoE's, [B, n, H]
+        self._name = "weight" if inner is None else "gate.weight"
+        self.weight = (self.module if inner is None else inner)._parameters.get("weight")
+        own, beside = ({**part._parameters, **part._buffers} for part in (self.module, block))
+        self._beside = next((beside[name] for name in CORRECTIONS if name in beside), None)
+        self.correction = own.get(CORRECTIONS[0]) if self._beside is None else self._beside
+
+    def __call__(self, rows: Tensor, weight: Tensor | None = None) -> Any:
+        """rows [n, H] -> (logits [n, E], weights [n, k], experts [n, k] int64), or what the router returns. weight
+        [E, H]: in place of its own."""
+        inputs = (rows,) if self._beside is None else (rows[None] if self._takes_batches else rows, self._beside)
+        if weight is None:
+            return self.module(*inputs)
+        return torch.func.functional_call(self.module, {self._name: weight}, inputs)
+
+
+def _scale_beside_router(block: nn.Module) -> float:
+    """The factor by which the block itself multiplies the chosen experts' sum."""
+    scaled_there = any(hasattr(_router_of(block), name) for name in SCALES)
+    return 1.0 if scaled_there else float(getattr(block, SCALES[0], 1.0))
+
+
 def _weights(
     block: nn.Module, dtype: torch.dtype, root: str, styles: Styles, in_float8: Float8Experts | None
 ) -> ExpertWeights:
@@ -197,17 +234,18 @@ def _weights(
         gate_up, down = (_stacked(experts, parameters, name) for name in NAMES)
     else:
         _, gate_up, down = in_float8
-    router = _router_of(block)
-    correction = router._buffers.get("e_score_correction_bias")
-    for name, tensor in (*router.named_parameters(), *router.named_buffers()):
+    router, scale = _Router(block), _scale_beside_router(block)
+    if other := [name for name in (*block._parameters, *block._buffers) if name not in CORRECTIONS]:
+        raise _CalledAsItIs(f"has {other[0]}, which is not known here")
+    for name, tensor in (*router.module.named_parameters(), *router.module.named_buffers()):
         if name not in OF_ROUTERS and (name != UNUSED_CORRECTION or tensor.any()):
             raise _CalledAsItIs(f"has {name} in its router, which is not read")
     shared = next((name for name in ("shared_expert", "shared_experts") if hasattr(block, name)), None)
     return ExpertWeights(
-        routing=_routing_of(router, correction, dtype),
+        routing=_scaled(_routing_of(router, dtype), scale),
         router=router.weight,
-        router_bias=router._parameters.get("bias"),
-        correction=correction,
+        router_bias=router.module._parameters.get("bias"),
+        correction=router.correction,
         gate_up=gate_up,
         gate_up_bias=parameters.get("gate_up_proj_bias"),
         down=down,
@@ -260,52 +298,78 @@ def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:
     return interleaved, clamp
 
 
+def _scaled(routing: Routing, scale: float) -> Routing:
+    if scale != 1.0 and routing.score != "sigmoid":
+        raise _CalledAsItIs(f"multiplies the sum of its experts by {scale}")
+    return replace(routing, scale=routing.scale * scale)
+
+
 @torch.no_grad()
-def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> Routing:
+def _routing_of(router: _Router, dtype: torch.dtype) -> Routing:
     """The routing that gives random rows the router's weights; if several do, the nearest one."""
-    weight, bias = router._parameters.get("weight"), router._parameters.get("bias")
-    wide = correction is not None and getattr(weight, "dtype", None) == torch.float32
-    if weight is None or not is_plain_tensor(weight) or not (wide or weight.dtype == dtype):
-        raise _CalledAsItIs(f"has a router of {type(router).__name__} without a plain weight in {dtype}")
-    if correction is not None and correction.dtype != torch.float32:
-        raise _CalledAsItIs(f"has a correction of scores in {correction.dtype}")
-    source = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randn(64, weight.shape[1], generator=source, device="cpu", dtype=torch.float32)
-    rows = rows.to(weight.device, dtype)
-    out = router(rows)
-    if not (isinstance(out, tuple) and len(out) == 3 and hasattr(router, "top_k")):
-        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which does not return weights and experts")
+    module, weight, correction = router.module, router.weight, router.correction
+    bias, kind = module._parameters.get("bias"), type(module).__name__
+    if weight is None or not is_plain_tensor(weight) or weight.dtype not in (dtype, torch.float32):
+        raise _CalledAsItIs(f"has a router of {kind} without a plain weight in {dtype}")
+    if correction is not None and not is_plain_tensor(correction):
+        raise _CalledAsItIs(f"has a correction of scores that is no plain tensor in its router of {kind}")
+    if cap := getattr(module, "router_logit_softcapping", 0):  # Laguna's; small logits would not show it
+        raise _CalledAsItIs(f"has router_logit_softcapping {cap}")
+    rows, weight = _probe(weight, dtype)
+    out = router(rows, weight)
+    if not (isinstance(out, tuple) and len(out) == 3 and hasattr(module, "top_k")):
+        raise _CalledAsItIs(f"has a router of {kind}, which does not return weights and experts")
     fixed: dict[str, Any] = dict(
-        renormalised=bool(getattr(router, "norm_topk_prob", True)), weights_in_fp32=out[1].dtype == torch.float32
+        renormalised=bool(getattr(module, "norm_topk_prob", True)), weights_in_fp32=out[1].dtype == torch.float32
     )
-    if correction is not None:
-        fixed |= dict(
-            groups=getattr(router, "num_group", 1),
-            chosen_groups=getattr(router, "topk_group", 1),
-            scale=float(getattr(router, "routed_scaling_factor", 1.0)),
-        )
-    scores = ["softmax"] if correction is None else ["sigmoid"]
-    if correction is None and fixed["renormalised"]:
-        scores.append("softmax_of_chosen")  # equal up to rounding
-    ways = [Routing(router.top_k, score, **fixed) for score in scores]
-    ops, given = make_operations(kernels=False), out[1].sort(dim=1).values.float()
-    routes = [ops.route(rows, weight, bias, correction, way) for way in ways]
-    found = [one.weights.sort(dim=1).values.float() for one in routes]
-    same = [float((one == given).float().mean()) for one in found]
-    best = same.index(max(same))
+    of_sigmoid: dict[str, Any] = dict(
+        groups=getattr(module, "num_group", 1),
+        chosen_groups=getattr(module, "topk_group", 1),
+        scale=float(next((getattr(module, name) for name in SCALES if hasattr(module, name)), 1.0)),
+    )
+    ways = []
+    if correction is None and weight.dtype == dtype:
+        ways = [Routing(module.top_k, "softmax", **fixed)]
+        if fixed["renormalised"]:
+            ways.append(Routing(module.top_k, "softmax_of_chosen", **fixed))  # equal up to rounding
+    by_sigmoid = Routing(module.top_k, "sigmoid", **fixed, **of_sigmoid)
+    by_sigmoids = [by_sigmoid, *([replace(by_sigmoid, eps=eps) for eps in EPS] if by_sigmoid.renormalised else [])]
+    ways += by_sigmoids
+    if weight.dtype == dtype != torch.float32:
+        ways += [replace(way, rounded_logits=True) for way in by_sigmoids]
+        ways += [replace(way, rounded_scores=True) for way in by_sigmoids]
     logits, chosen = (out[2], out[0]) if out[2].is_floating_point() else (out[0], out[2])  # GraniteMoE's, under 5.17
-    fits = torch.zeros(1)
-    if found[best].shape == given.shape == chosen.shape:
-        fits = torch.isclose(found[best], given, rtol=0.02, equal_nan=True).all(1)
-        ours, theirs = routes[best].experts.long().sort(dim=1).values, chosen.sort(dim=1).values
-        same_experts = (ours == theirs).all(1)
+    ops, given = make_operations(kernels=False), out[1].sort(dim=1).values.float()
+    if given.shape != chosen.shape or given.shape[1] != module.top_k:
+        raise _CalledAsItIs(f"has a router of {kind}, which chooses in an unknown way")
+    theirs = chosen.sort(dim=1).values
+    near, judged = (1e-4 if dtype == torch.float32 else 0.02), []
+    for way in ways:
+        found = ops.route(rows, weight, bias, correction if way.score == "sigmoid" else None, way)
+        weights, ours = found.weights.sort(dim=1).values.float(), found.experts.long().sort(dim=1).values
+        same = (ours == theirs).all(1)
         if correction is None:  # of equal logits, either expert may be chosen
-            ours, theirs = (logits.gather(1, experts).sort(dim=1).values for experts in (ours, theirs))
-            same_experts |= (ours == theirs).all(1)
-        fits &= same_experts
-    if fits.float().mean() < 0.75:  # of scores that are equal within rounding, another expert may be chosen
-        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which chooses in an unknown way")
+            equals = (logits.gather(1, experts).sort(dim=1).values for experts in (ours, theirs))
+            same |= torch.eq(*equals).all(1)
+        fits = torch.isclose(weights, given, rtol=near, equal_nan=True).all(1) & same
+        judged.append((float(fits.float().mean()), float((weights == given).float().mean())))
+    best = judged.index(max(judged))
+    if judged[best][0] < 0.75:  # of scores that are equal within rounding, another expert may be chosen
+        raise _CalledAsItIs(f"has a router of {kind}, which chooses in an unknown way")
     return ways[best]
+
+
+def _probe(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows [64, H] and a router's weight like this one, [E, H]. The last rows have small sigmoids, in which an epsilon
+    shows."""
+    source = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source, device="cpu", dtype=torch.float32)
+
+    rows, other = random(64, weight.shape[1]), random(*weight.shape) * 2 * weight.shape[1] ** -0.5
+    rows[:, 0], rows[40:, 0], other[:, 0] = 0, -13, 1
+    return rows.to(weight.device, dtype), other.to(weight.device, weight.dtype)
 
 
 def _has_modules(shared: MLP) -> bool:

@@ -1,4 +1,4 @@
-"""Reads gated delta nets of Qwen3-Next and Qwen3.5, in transformers' layout from 4.57 on."""
+"""Reads gated delta nets of Qwen3-Next and Qwen3.5, in transformers' layout from 4.57 on, and LFM2's convolutions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import nn
 
 from eagle_triton.engine.model.gated_delta import GatedDelta
 from eagle_triton.engine.model.modules import Norm, Projection
+from eagle_triton.engine.model.short_conv import ShortConv
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.families.reading.sharded import outputs_of
@@ -50,6 +51,17 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
     )
 
 
+def read_short_conv(read: ModuleReader) -> ShortConv:
+    """A short gated convolution. Raises UnsupportedModelError for unknown modules, and for biases: transformers lets
+    them write to a sequence's window where a batch is padded."""
+    o = read.projection("out_proj")
+    size = outputs_of(o) or 0
+    projection = _projection(read, "in_proj", 3 * size)
+    if projection.bias is not None or o.bias is not None:
+        raise UnsupportedModelError(f"{read.path}.in_proj and out_proj must not have a bias (conv_bias)", "layer-types")
+    return ShortConv(projection, _read_taps(read, "conv", size), o)
+
+
 def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
     projection = read.projection(name)
     found = outputs_of(projection)
@@ -61,17 +73,23 @@ def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
 def _read_conv(read: ModuleReader, channels: int) -> torch.Tensor:
     """The taps [C, W] of a causal depthwise convolution, with SiLU after it."""
     net, where = read.module, read.path
-    taps = read.at("conv1d", nn.Conv1d)
+    weight = _read_taps(read, "conv1d", channels)
+    if getattr(net, "activation", None) not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"{where}.activation must be silu, got {getattr(net, 'activation', None)!r}", "layer-types"
+        )
+    return weight
+
+
+def _read_taps(read: ModuleReader, name: str, channels: int) -> torch.Tensor:
+    """The taps [C, W] of a depthwise convolution."""
+    taps = read.at(name, nn.Conv1d)
     conv, weight = taps.module, taps.weight()
     expected = (channels, 1, weight.shape[-1])
     if tuple(weight.shape) != expected or conv.bias is not None or conv.stride != (1,) or conv.dilation != (1,):
         raise UnsupportedModelError(
-            f"{where}.conv1d must be a depthwise convolution of {channels} channels without a bias, got {conv}",
+            f"{taps.path} must be a depthwise convolution of {channels} channels without a bias, got {conv}",
             "layer-types",
-        )
-    if getattr(net, "activation", None) not in ("silu", "swish"):
-        raise UnsupportedModelError(
-            f"{where}.activation must be silu, got {getattr(net, 'activation', None)!r}", "layer-types"
         )
     return weight[:, 0]
 

@@ -173,10 +173,12 @@ class ModuleReader:
         return read_sharded_embedding(table) if is_sharded_tensor(table.weight) else embedding.weight()
 
     def _embedding(self, path: str, scaled: bool = False) -> ModuleReader:
-        """A reader of an embedding. scaled: allow Gemma's kind, which scales its output; see read_embedding_scale."""
+        """A reader of an embedding. scaled: allow kinds that scale or norm their output; see read_embedding_scale."""
         found = self.at(path)
         kind = type(found.module)
-        known = kind is nn.Embedding or (scaled and kind.__name__.endswith("TextScaledWordEmbedding"))
+        known = kind is nn.Embedding or (
+            scaled and kind.__name__.endswith(("TextScaledWordEmbedding", "TextNormedEmbedding"))
+        )
         if not known or found.module.max_norm is not None:
             raise UnsupportedModelError(f"{found.path} must be a plain nn.Embedding, got {found.module}", "weights")
         return found
@@ -250,13 +252,20 @@ class ModuleReader:
             mlp=layer.mlp() if mlp is None else mlp,
         )
 
-    def mlp(self, name: str = "mlp", packed: str | None = None) -> MLP:
-        """A layer's gated block. packed: the name of one projection for gate and up, if it has one."""
-        down = self.projection(f"{name}.down_proj")
+    def mlp(
+        self,
+        name: str = "mlp",
+        packed: str | None = None,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> MLP:
+        """A layer's gated block. packed: the name of one projection for gate and up, if it has one. names: of gate, up
+        and down; with others than the usual ones, SiLU is a part of the forward (LFM2)."""
+        usual, (*raised, lowered) = names[0] == "gate_proj", names
+        down = self.projection(f"{name}.{lowered}")
         attribute = "activation_fn" if hasattr(getattr(self.module, name), "activation_fn") else "act_fn"
-        activation = self.activation(f"{name}.{attribute}")
+        activation = self.activation(f"{name}.{attribute}") if usual else "silu"
         if packed is None:
-            gate, up = (self.projection(f"{name}.{part}_proj") for part in ("gate", "up"))
+            gate, up = (self.projection(f"{name}.{part}") for part in raised)
         else:
             both = self.projection(f"{name}.{packed}")
             gate, up = split_projection(both, 2, f"{self.path}.{name}.{packed}")
@@ -274,12 +283,18 @@ class ModuleReader:
         packed: str | None = None,
         softcap: float | None = None,
         reads_layer: int | None = None,
+        gate: tuple[str, str] | None = None,
+        norms: tuple[str, str] = ("q_norm", "k_norm"),
+        norm_last: bool = False,
+        output: str = "o_proj",
     ) -> Attention:
         """The attention of a layer.
 
         Queries and keys are normed if it has the norms. Its output is gated if the queries' product has twice their
         rows. packed: the name of one projection for queries, keys and values, if it has one. softcap: of its scores.
-        reads_layer: see Attention.
+        reads_layer: see Attention. gate: the name of a projection that gates its heads, and its activation.
+        norms: the names of the norms of queries and keys. norm_last: see Attention. output: the
+        name of the output projection.
         """
         read = self.at("self_attn")
         attention, where = read.module, read.path
@@ -288,7 +303,7 @@ class ModuleReader:
             own_heads(getattr(attention, queries, None), heads, f"{where}.{name}")
             for heads, name in zip(all_heads, (queries, packed or "k_proj"), strict=True)
         )
-        o = read.projection("o_proj")
+        o = read.projection(output)
         k, v = None, None
         if packed is None:
             q = read.projection("q_proj")
@@ -308,13 +323,19 @@ class ModuleReader:
                 "layer-types",
             )
         q_norm, k_norm, v_norm = None, None, None
-        if reads_layer is not None and hasattr(attention, "q_norm"):
-            q_norm = _read_query_norm(read, head_dim)
-        elif hasattr(attention, "q_norm"):
+        has_norms = hasattr(attention, norms[0])
+        if gate is not None and getattr(attention, gate[0], attention) is None:  # LFM3, without use_attention_gate
+            gate = None
+        if reads_layer is not None and has_norms:
+            q_norm = _read_query_norm(read, norms[0], head_dim)
+        elif has_norms:
             read_heads = (num_heads, num_kv_heads) if q.joined_over is None else all_heads
-            q_norm, k_norm = _read_head_norms(read, head_dim, *read_heads)
+            q_norm, k_norm = _read_head_norms(read, norms, head_dim, *read_heads)
             if hasattr(attention, "v_norm"):
                 v_norm = _read_value_norm(read, k_norm)
+        elif hasattr(attention, "qk_norm"):  # one for both, without a weight
+            like = torch.empty(head_dim, dtype=self.dtype, device=next(attention.parameters()).device)
+            q_norm = k_norm = read.norm("qk_norm", like=like)
         by_row = q_norm is not None and len(q_norm.weight) > head_dim
         if not by_row:  # norms of whole rows read the heads of all ranks
             q, k = own_outputs(q), k and own_outputs(k)
@@ -333,9 +354,12 @@ class ModuleReader:
             v_norm=v_norm,
             sliding_window=sliding_window,
             gated=gated,
+            gate=None if gate is None else own_outputs(read.projection(gate[0])),
+            gate_activation="sigmoid" if gate is None else gate[1],
             sinks=read.tensor("sinks") if hasattr(attention, "sinks") else None,
             softcap=softcap,
             reads_layer=reads_layer,
+            norm_last=norm_last,
         )
         if gated and found.norms_rows:
             raise UnsupportedModelError(
@@ -433,21 +457,23 @@ def _is_gated(q: Projection, rows: int, where: str) -> bool:
     return found == 2 * rows
 
 
-def _read_head_norms(attention: ModuleReader, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[Norm, Norm]:
-    """The norms of queries and keys. Both norm single heads, or both norm all heads of a row together."""
-    q_norm, k_norm = attention.norm("q_norm"), attention.norm("k_norm")
+def _read_head_norms(
+    attention: ModuleReader, names: tuple[str, str], head_dim: int, num_heads: int, num_kv_heads: int
+) -> tuple[Norm, Norm]:
+    """The norms of queries and keys, by name. Both norm single heads, or both norm all heads of a row together."""
+    q_norm, k_norm = map(attention.norm, names)
     widths = len(q_norm.weight), len(k_norm.weight)
     by_head, by_row = (head_dim, head_dim), (num_heads * head_dim, num_kv_heads * head_dim)
     if widths not in (by_head, by_row):
         raise UnsupportedModelError(
-            f"{attention.path}.q_norm and k_norm must have weights for one head, {by_head}, or for all heads that are "
-            f"here, {by_row}, got {widths}",
+            f"{attention.path}.{names[0]} and {names[1]} must have weights for one head, {by_head}, or for all heads "
+            f"that are here, {by_row}, got {widths}",
             "layer-types",
         )
     kinds = [(norm.eps, norm.zero_centred, norm.round_first) for norm in (q_norm, k_norm)]
     if kinds[0] != kinds[1]:
         raise UnsupportedModelError(
-            f"{attention.path}.q_norm and k_norm must have one kind and eps, got eps {q_norm.eps} and "
+            f"{attention.path}.{names[0]} and {names[1]} must have one kind and eps, got eps {q_norm.eps} and "
             f"{k_norm.eps}, zero-centred: {q_norm.zero_centred} and {k_norm.zero_centred}, rounded before the weight: "
             f"{q_norm.round_first} and {k_norm.round_first}",
             "layer-types",
@@ -455,12 +481,12 @@ def _read_head_norms(attention: ModuleReader, head_dim: int, num_heads: int, num
     return q_norm, k_norm
 
 
-def _read_query_norm(attention: ModuleReader, head_dim: int) -> Norm:
+def _read_query_norm(attention: ModuleReader, name: str, head_dim: int) -> Norm:
     """The norm of queries, head by head, in a layer without keys."""
-    norm = attention.norm("q_norm")
+    norm = attention.norm(name)
     if len(norm.weight) != head_dim:
         raise UnsupportedModelError(
-            f"{attention.path}.q_norm must have the weight of a head, {head_dim}, got {len(norm.weight)}", "layer-types"
+            f"{attention.path}.{name} must have the weight of a head, {head_dim}, got {len(norm.weight)}", "layer-types"
         )
     return norm
 

@@ -8,7 +8,7 @@ style, styles in a block must fit together, and every part must be the one that 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -57,7 +57,7 @@ STYLES = {
 """Styles by their names in transformers' plans."""
 
 PLACES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (*_ROWS, *_GATHERED)),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "up_proj"), (*_ROWS, *_GATHERED)),
     **dict.fromkeys(("qkv_proj", "gate_up_proj", "lm_head"), _GATHERED),
     **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), _GATHERED),
     "out_proj": _GATHERED,
@@ -67,7 +67,7 @@ PLACES = {
 """The allowed styles of a module, by the last name of its path. Nothing else may be sharded."""
 
 BLOCKS = {
-    "o_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    "o_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj", "g_proj", "gate_proj"),
     "down_proj": ("gate_proj", "up_proj", "gate_up_proj"),
 }
 """Modules that read the outputs of others in their block."""
@@ -98,12 +98,20 @@ def check_sharding(module: nn.Module, root: str) -> None:
     exchanges = any(is_tensor_parallel_forward(vars(part).get("forward")) for part in target.modules())
     if not (sharded or exchanges):
         return
-    parts = [(path, part, any(map(is_sharded_tensor, _own(part).values()))) for path, part in target.named_modules()]
+    parts = [(path, part, any(map(is_sharded_tensor, _own(part).values()))) for path, part in _parts_read(target)]
     for path, part, _ in sorted(parts, key=lambda entry: not entry[2]):  # report wrongly sharded modules first
         _check_module(part, f"{where}.{path}", _named(plan, path))
     styles = styles_of(target)
     for path, part, _ in parts:
         _check_block(part, f"{where}.{path}", styles)
+
+
+def _parts_read(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model, with their paths, without those for images, which stand beside a language model."""
+    yield path, model
+    for name, child in model.named_children():
+        if name == "language_model" or not hasattr(model, "language_model"):
+            yield from _parts_read(child, f"{path}.{name}".removeprefix("."))
 
 
 def styles_of(model: nn.Module) -> Styles:

@@ -33,7 +33,7 @@ class _Scratch(NamedTuple):
     arrivals: Tensor
 
 
-@triton.jit(do_not_specialize=["rows", "slots", "scale"])
+@triton.jit(do_not_specialize=["rows", "slots", "scale", "eps"])
 def _route_kernel(
     x,
     weight,
@@ -47,9 +47,11 @@ def _route_kernel(
     slots,
     width,
     scale,
+    eps,
     DTYPE: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALISED: tl.constexpr,
+    ROUND_SCORES: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -78,7 +80,10 @@ def _route_kernel(
         score = tl.load(partials, mask=there, other=0.0, cache_modifier=".cg")
         for split in tl.static_range(1, SPLITS):
             score += tl.load(partials + split * rows * experts, mask=there, other=0.0, cache_modifier=".cg")
-        score = tl.sigmoid(score) if SCORE == "sigmoid" else rounded(score, DTYPE)
+        score = rounded(score, DTYPE)
+        score = tl.sigmoid(score) if SCORE == "sigmoid" else score
+        if ROUND_SCORES:
+            score = rounded(score, DTYPE)
         order = score
         if correction is not None:
             order += tl.load(correction.ptr + expert * correction.item, mask=real, other=0.0)[:, None, :]
@@ -87,7 +92,7 @@ def _route_kernel(
             order = _in_best_groups(order, CHOSEN_GROUPS)
         chosen, value, taken = _best(order, score, expert[:, None, :], there, CHOSEN, BLOCK_J)
         number = tl.arange(0, BLOCK_J)[None, :]
-        value = _weights_of(value, score, number < CHOSEN, real[:, None, :], SCORE, RENORMALISED) * scale
+        value = _weights_of(value, score, number < CHOSEN, real[:, None, :], eps, SCORE, RENORMALISED) * scale
         out, mask = row[:, None] * CHOSEN + number, (row < rows)[:, None] & (number < CHOSEN)
         tl.store(routes.experts + out, chosen, mask=mask)
         tl.store(routes.weights + out, value.to(routes.weights.dtype.element_ty), mask=mask)
@@ -185,7 +190,7 @@ def _sort_key(order):
 
 
 @triton.jit
-def _weights_of(value, score, taken, real, SCORE: tl.constexpr, RENORMALISED: tl.constexpr):
+def _weights_of(value, score, taken, real, eps, SCORE: tl.constexpr, RENORMALISED: tl.constexpr):
     """The weights of the chosen experts, from their scores `value` [rows, BLOCK_J] and all scores of a row."""
     if SCORE != "sigmoid":
         top = tl.max(tl.max(tl.where(real, score, float("-inf")), axis=0), axis=1)
@@ -196,7 +201,7 @@ def _weights_of(value, score, taken, real, SCORE: tl.constexpr, RENORMALISED: tl
         if RENORMALISED:
             value /= tl.sum(value, axis=1)[:, None]
     elif RENORMALISED:
-        value /= tl.sum(tl.where(taken, value, 0.0), axis=1)[:, None] + 1e-20
+        value /= tl.sum(tl.where(taken, value, 0.0), axis=1)[:, None] + eps
     return value
 
 
@@ -230,9 +235,9 @@ def _list_hit_experts(words, expert, routes, slots):
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
     """The experts that each row chooses, and their weights.
 
-    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E] float32, added to scores only for the choice.
-    With "sigmoid" the logits are fp32, and the weight may be too; otherwise they are rounded to x's dtype. Equal scores
-    are ordered by index. Raises ValueError if shapes, dtypes or sizes do not fit.
+    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E], added to scores only for the choice. With
+    "sigmoid" the logits are fp32 unless they are rounded, and the weight may be; otherwise they are rounded to x's
+    dtype. Equal scores are ordered by index. Raises ValueError if shapes, dtypes or sizes do not fit.
     """
     check_route(x, weight, bias, correction, routing)
     x = contiguous_rows(x)
@@ -253,6 +258,8 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
         x.new_empty(blocks, count, dtype=torch.int64),
         arrivals_of(x.device, 1 + blocks),
     )
+    rounds = routing.score != "sigmoid" or routing.rounded_logits or routing.rounded_scores
+    logits = x.dtype if rounds else torch.float32
     overlapped(_route_kernel, (triton.cdiv(count, _EXPERTS), splits, blocks), x.device)(
         Rows.of(x),
         view(Matrix, weight),
@@ -266,9 +273,11 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
         slots,
         width,
         routing.scale,
-        getattr(tl, str(x.dtype).removeprefix("torch.")),
+        routing.eps,
+        getattr(tl, str(logits).removeprefix("torch.")),
         routing.score,
         routing.renormalised,
+        routing.rounded_scores,
         chosen,
         routing.chosen_groups if routing.chosen_groups < routing.groups else None,
         splits,

@@ -13,6 +13,8 @@ the sum of g along a path. The full formulas are in reference/gated_delta.py.
                      of V, head, sequence), in two launches; a piece of a prompt is a chunk (`pieces.py`)
     delta_recurrent  the same grid, token after token; also for a tree with only a root
     gated_norm       a program for each (row, heads)
+    gated_conv       LFM2's convolution, by the kernel of causal_conv
+    commit_windows   for it, a program for each (layer, sequence, block of channels)
     commit_states    a program for each (layer, sequence, head, block of V), or block of a window's channels
 
 | name      | shape, dtype             | meaning                                                               |
@@ -37,10 +39,19 @@ program depends on the batch or adds to another's result, so every run gives the
 """
 
 from eagle_triton.ops.gated_delta.chunk import delta_chunk
-from eagle_triton.ops.gated_delta.commit import commit_states
-from eagle_triton.ops.gated_delta.conv import causal_conv
+from eagle_triton.ops.gated_delta.commit import commit_states, commit_windows
+from eagle_triton.ops.gated_delta.conv import causal_conv, gated_conv
 from eagle_triton.ops.gated_delta.norm import gated_norm
 from eagle_triton.ops.gated_delta.recurrent import delta_recurrent
 from eagle_triton.ops.gated_delta.tree import delta_tree
 
-__all__ = ["causal_conv", "commit_states", "delta_chunk", "delta_recurrent", "delta_tree", "gated_norm"]
+__all__ = [
+    "causal_conv",
+    "commit_states",
+    "commit_windows",
+    "delta_chunk",
+    "delta_recurrent",
+    "delta_tree",
+    "gated_conv",
+    "gated_norm",
+]

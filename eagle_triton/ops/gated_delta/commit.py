@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.operands.gated_delta import check_commit_states
+from eagle_triton.operands.gated_delta import check_commit_states, check_commit_windows
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.gated_delta.recurrent import (
     WARPS,
@@ -162,6 +162,64 @@ def commit_states(
         SHAPE=shape,
         KEPT=kept,
         BLOCK_W=triton.next_power_of_2(max(kept, 1)),
+        BLOCK_C=block_c,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["path_ptr", "accepted_ptr", "stride_pb", "sequences", "steps"])
+def _commit_windows_kernel(
+    windows,
+    raw,
+    path_ptr,
+    accepted_ptr,
+    stride_pb,
+    stride_cb,
+    sequences,
+    steps,
+    channels,
+    KEPT: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (L * B, blocks of C): a program moves BLOCK_C channels of a window."""
+    await_inputs(PDL)
+    layer = tl.program_id(0).to(tl.int64) // sequences
+    batch, first = tl.program_id(0).to(tl.int64) % sequences, tl.program_id(1) * BLOCK_C
+    taken = tl.minimum(tl.load(accepted_ptr + batch * stride_cb) + 1, steps)
+    if taken > 0:
+        window, rows, path_ptr = (
+            rows_of(windows, layer, batch),
+            rows_of(raw, layer, batch),
+            path_ptr + batch * stride_pb,
+        )
+        move_window(window, rows, path_ptr, taken, first, channels, KEPT, BLOCK_W, BLOCK_C)
+
+
+def commit_windows(windows: Tensor, raw: Tensor, path: Tensor, accepted: Tensor) -> None:
+    """Take the accepted path into windows, in place; see reference.gated_delta.commit_windows.
+
+    Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
+    """
+    check_commit_windows(windows, raw, path, accepted)
+    check_rows_contiguous("commit_windows", windows=windows, raw=raw, path=path)
+    layers, batch, kept, channels = windows.shape
+    if not windows.numel() or not path.numel():
+        return
+    block_c = min(BLOCK_C, triton.next_power_of_2(channels))
+    overlapped(_commit_windows_kernel, (layers * batch, triton.cdiv(channels, block_c)), windows.device)(
+        view(LayerRows, windows),
+        view(LayerRows, raw),
+        path,
+        accepted,
+        path.stride(0),
+        accepted.stride(0),
+        batch,
+        path.shape[1],
+        channels,
+        KEPT=kept,
+        BLOCK_W=triton.next_power_of_2(kept),
         BLOCK_C=block_c,
         num_warps=WARPS,
     )

@@ -1,4 +1,4 @@
-"""The short convolution before the gated delta rule, along the paths of a tree or a chain."""
+"""Short convolutions along the paths of a tree or a chain: before the gated delta rule, and LFM2's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.operands.gated_delta import PromptPieces, check_causal_conv
+from eagle_triton.operands.gated_delta import PromptPieces, check_causal_conv, check_gated_conv
 from eagle_triton.ops.gated_delta.pieces import sequence_of
 from eagle_triton.ops.layers.values import rounded
 from eagle_triton.ops.views import BatchedRows, Heads, Matrix, Vector, view
@@ -21,7 +21,8 @@ BLOCK_C = 256  # channels of a program
 
 class ConvShape(NamedTuple):
     """A constexpr of the kernel: q and k each have KEYS channels in heads of K, v has VALUES in heads of RV, and each
-    channel has TAPS weights; then the tile of a program."""
+    channel has TAPS weights; then the tile of a program. GATES: v is multiplied by the VALUES columns 2 * GATES before
+    it, and the sum by those GATES before it, instead of SiLU; 0: neither."""
 
     KEYS: int
     VALUES: int
@@ -31,6 +32,7 @@ class ConvShape(NamedTuple):
     BLOCK_T: int
     BLOCK_N: int
     BLOCK_C: int
+    GATES: int = 0
 
 
 class Convolution(NamedTuple):
@@ -65,7 +67,17 @@ def highest_bit(word):
 
 
 @triton.jit
-def move_window(columns, x, kept, window, chain, mine, TAPS: tl.constexpr, BLOCK_T: tl.constexpr):
+def load_inputs(ptrs, mask, GATES: tl.constexpr):
+    """The inputs of the convolution at these places of x."""
+    row = tl.load(ptrs, mask=mask, other=0.0)
+    if GATES > 0:
+        gate = tl.load(ptrs - 2 * GATES, mask=mask, other=0.0)
+        row = (row.to(tl.float32) * gate.to(tl.float32)).to(row.dtype)
+    return row
+
+
+@triton.jit
+def move_window(columns, x, kept, window, chain, mine, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, GATES: tl.constexpr):
     """Keep the last TAPS - 1 of the window's rows and the new ones, in the channels [1, BLOCK_C] that are `mine`.
 
     columns: pointers to them in the first token of x; kept: the same in the first row of the window.
@@ -75,7 +87,7 @@ def move_window(columns, x, kept, window, chain, mine, TAPS: tl.constexpr, BLOCK
     ok = (slot < TAPS - 1) & mine
     piece = tl.minimum(source // chain.tokens, chain.last)
     new = columns + (source - piece * chain.tokens).to(tl.int64) * x.row + piece.to(tl.int64) * x.batch
-    new = tl.load(new, mask=ok & (source >= 0), other=0.0)
+    new = load_inputs(new, ok & (source >= 0), GATES)
     old = tl.load(kept + (TAPS - 1 + source) * window.row, mask=ok & (source < 0) & chain.known, other=0.0)
     tl.debug_barrier()  # all of the window is read before any of it is written
     tl.store(kept + slot * window.row, tl.where(source >= 0, new, old), mask=ok)
@@ -104,6 +116,7 @@ def conv_block(
     TAPS: tl.constexpr = SHAPE.TAPS
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     BLOCK_C: tl.constexpr = SHAPE.BLOCK_C
+    GATES: tl.constexpr = SHAPE.GATES
     x_ptr = x.ptr + batch * x.batch
     node = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_part = block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -123,7 +136,7 @@ def conv_block(
     place = node  # below 0: from the end of the window
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     for back in tl.static_range(TAPS):
-        row = tl.load(columns + place.to(tl.int64)[:, None] * x.row, mask=ok & (place >= 0)[:, None], other=0.0)
+        row = load_inputs(columns + place.to(tl.int64)[:, None] * x.row, ok & (place >= 0)[:, None], GATES)
         if back == 0:
             if conv.raw is not None:
                 tl.store(conv.raw.ptr + wide * conv.raw.row + channel, row, mask=ok)
@@ -137,7 +150,7 @@ def conv_block(
             if PIECES:
                 above = columns + (chain.tokens + place).to(tl.int64)[:, None] * x.row - x.batch
                 followed = ((place < 0) & chain.follows)[:, None]
-                row = tl.where(followed, tl.load(above, mask=ok & followed, other=0.0), row)
+                row = tl.where(followed, load_inputs(above, ok & followed, GATES), row)
         of_tap = tl.sum(tl.where((tap == TAPS - 1 - back)[None, :], weights, 0.0), 1)
         total += of_tap[None, :] * row.to(tl.float32)
         if ancestors is not None:
@@ -148,11 +161,14 @@ def conv_block(
             place -= 1
     kind = conv.out.ptr.dtype.element_ty
     total = rounded(total, kind)
-    total = total / (1.0 + tl.exp(-total))
+    if GATES > 0:
+        total *= tl.load(columns + wide * x.row - GATES, mask=ok, other=0.0).to(tl.float32)
+    else:
+        total = total / (1.0 + tl.exp(-total))
     tl.store(conv.out.ptr + wide * conv.out.row + channel, total.to(kind), mask=ok)
     if TAPS > 1 and ancestors is None:
         mine = (in_part < SIZE)[None, :] & (tl.program_id(0) == 0) & (chain.new > 0)
-        move_window(columns, x, window.ptr + channel, window, chain, mine, TAPS, SHAPE.BLOCK_T)
+        move_window(columns, x, window.ptr + channel, window, chain, mine, TAPS, SHAPE.BLOCK_T, GATES)
 
 
 @triton.jit(
@@ -263,3 +279,51 @@ def causal_conv(
         num_warps=warps(shape.BLOCK_N, shape.BLOCK_C),
     )
     return mixed
+
+
+def gated_conv(
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    ancestors: Tensor | None = None,
+    *,
+    raw: Tensor | None = None,
+    pieces: PromptPieces | None = None,
+) -> Tensor:
+    """c * convolution of (b * x), with rows x [B, n, 3 C] of b, c and x; see reference.gated_delta.gated_conv.
+
+    Raises ValueError before anything is written if arguments do not fit.
+    """
+    check_gated_conv(x, weight, window, ancestors, raw, pieces)
+    check_rows_contiguous("gated_conv", x=x, window=window, raw=raw)
+    batch, count, _ = x.shape
+    channels, taps = weight.shape
+    out = x.new_empty(batch, count, channels)
+    if not out.numel():
+        return out
+    shape = ConvShape(
+        *(0, channels, 1, channels, taps),
+        BLOCK_T=triton.next_power_of_2(taps),
+        BLOCK_N=triton.next_power_of_2(max(min(count, BLOCK_N), 1 if ancestors is not None else taps - 1)),
+        BLOCK_C=min(BLOCK_C, triton.next_power_of_2(channels)),
+        GATES=channels,
+    )
+    values = view(Heads, x[:, :, None, 2 * channels :])
+    blocks = triton.cdiv(channels, shape.BLOCK_C)
+    overlapped(_causal_conv_kernel, (triton.cdiv(count, shape.BLOCK_N), blocks, batch), x.device)(
+        values,
+        values,
+        values,
+        view(Matrix, weight),
+        view(BatchedRows, window),
+        ancestors,
+        view(BatchedRows, raw),
+        view(BatchedRows, out),
+        *((None,) * 3 if pieces is None else pieces),
+        *((0, 0) if ancestors is None else ancestors.stride()[:2]),
+        count,
+        batch,
+        SHAPE=shape,
+        num_warps=warps(shape.BLOCK_N, shape.BLOCK_C),
+    )
+    return out

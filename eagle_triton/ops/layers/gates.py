@@ -28,15 +28,32 @@ def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr, GELU_TANH: tl.c
 
 
 @triton.jit
-def _gate_heads_kernel(x, gate, out_ptr, row_size, dim: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _softplus(x):
+    """log(1 + exp(x)) without overflow."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _gate_heads_kernel(
+    x,
+    gate,
+    out_ptr,
+    row_size,
+    dim: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Grid (blocks of a node's heads, n, B): a program gates one block. row_size: elements of all heads of a node."""
     await_inputs(PDL)
     node, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask, head, column = offs < row_size, offs // dim, offs % dim
     value = tl.load(x.ptr + batch * x.batch + node * x.row + head * x.head + column, mask=mask, other=0.0)
-    gate_ptr = gate.ptr + batch * gate.batch + node * gate.row + head * gate.head + column
-    share = tl.sigmoid(tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32))
+    gate_ptr = gate.ptr + batch * gate.batch + node * gate.row + head * gate.head + (0 if BY_HEAD else column)
+    share = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    share = _softplus(share) if SOFTPLUS else tl.sigmoid(share)
     kind = out_ptr.dtype.element_ty
     out = out_ptr + (batch * tl.num_programs(1) + node) * row_size + offs
     tl.store(out, (value.to(tl.float32) * rounded(share, kind)).to(kind), mask=mask)
@@ -54,15 +71,26 @@ def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return out
 
 
-def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), elementwise; [B, n, Hq, d] each."""
-    check_gate_heads(x, gate)
+def gate_heads(x: Tensor, gate: Tensor, activation: str = "sigmoid") -> Tensor:
+    """x * sigmoid(gate), or with the activation "softplus" x * log(1 + exp(gate)).
+
+    x [B, n, Hq, d]; gate of the same shape, or [B, n, Hq, 1], one number for each head. Returns [B, n, Hq, d].
+    """
+    check_gate_heads(x, gate, activation)
     batch, count, heads, dim = x.shape
     x, gate = (part if part.stride(3) == 1 else part.contiguous() for part in (x, gate))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size, block = heads * dim, 1024
     if out.numel():
         overlapped(_gate_heads_kernel, (triton.cdiv(size, block), count, batch), out.device)(
-            view(Heads, x), view(Heads, gate), out, size, dim, block, num_warps=4
+            view(Heads, x),
+            view(Heads, gate),
+            out,
+            size,
+            dim,
+            block,
+            gate.shape[3] < dim,
+            activation == "softplus",
+            num_warps=4,
         )
     return out

@@ -73,7 +73,7 @@ class Temperature(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The weights [d] of heads' norms before the rotation, or None; and their epsilon."""
+    """The weights [d] of heads' norms before or after the rotation, or None; and their epsilon."""
 
     q: Tensor | None
     k: Tensor | None
@@ -110,11 +110,12 @@ def rotate_heads(
     DTYPE: tl.constexpr,
     PAIRS: tl.constexpr = False,
     ROUND_TABLES: tl.constexpr = True,
+    NORM_LAST: tl.constexpr = False,
 ):
     """HEADS heads of one row: normed if `norm_ptr` is given; the first 2 half elements rotated unless cos is None.
 
-    Returns both halves, [HEADS, n] each, and the rest [HEADS, m] (the first half again if rest is 0); n and m are
-    powers of two.
+    NORM_LAST: normed after the rotation. Returns both halves, [HEADS, n] each, and the rest [HEADS, m] (the first half
+    again if rest is 0); n and m are powers of two.
     """
     offs_h = first_head + tl.arange(0, HEADS)
     offs_d = tl.arange(0, triton.next_power_of_2(half))
@@ -130,7 +131,45 @@ def rotate_heads(
         mask = (offs_h < head_limit)[:, None] & (offs_r < rest)[None, :]
         ptrs = row_ptr + offs_h[:, None] * stride_head + 2 * half + offs_r[None, :]
         third = rounded(load_sum(ptrs, stride_split, mask, SPLITS), DTYPE)
+    if not NORM_LAST:
+        first, second, third = _normed(
+            first, second, third, norm_ptr, eps, half, rest, ZERO_CENTRED, ROUND_FIRST, DTYPE, PAIRS
+        )
+    if cos is not None:
+        if ROUND_TABLES:
+            left = rounded(first * cos, DTYPE) - rounded(second * sin, DTYPE)
+            second = rounded(second * cos, DTYPE) + rounded(first * sin, DTYPE)
+        else:
+            left = first * cos - second * sin
+            second = second * cos + first * sin
+        first = left
+    if NORM_LAST:
+        first, second = rounded(first, DTYPE), rounded(second, DTYPE)
+        first, second, third = _normed(
+            first, second, third, norm_ptr, eps, half, rest, ZERO_CENTRED, ROUND_FIRST, DTYPE, PAIRS
+        )
+    return first, second, third
+
+
+@triton.jit
+def _normed(
+    first,
+    second,
+    third,
+    norm_ptr,
+    eps,
+    half: tl.constexpr,
+    rest: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The norm of heads in the parts that `rotate_heads` returns; the parts themselves if `norm_ptr` is None."""
     if norm_ptr is not None:
+        offs_d = tl.arange(0, triton.next_power_of_2(half))
+        columns = first_columns(half, PAIRS)
+        GAP: tl.constexpr = 1 if PAIRS else half
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         if rest > 0:
             square += tl.sum(third * third, axis=1)
@@ -140,16 +179,9 @@ def rotate_heads(
         weight = load_weight(norm_ptr + GAP + columns, offs_d < half, ZERO_CENTRED)[None, :]
         second = rounded(before_weight(second * scale, DTYPE, ZERO_CENTRED, ROUND_FIRST) * weight, DTYPE)
         if rest > 0:
+            offs_r = tl.arange(0, triton.next_power_of_2(rest))
             weight = load_weight(norm_ptr + 2 * half + offs_r, offs_r < rest, ZERO_CENTRED)[None, :]
             third = rounded(before_weight(third * scale, DTYPE, ZERO_CENTRED, ROUND_FIRST) * weight, DTYPE)
-    if cos is not None:
-        if ROUND_TABLES:
-            left = rounded(first * cos, DTYPE) - rounded(second * sin, DTYPE)
-            second = rounded(second * cos, DTYPE) + rounded(first * sin, DTYPE)
-        else:
-            left = first * cos - second * sin
-            second = second * cos + first * sin
-        first = left
     return first, second, third
 
 
@@ -172,6 +204,7 @@ def rotary_append_head(
     PAIRS: tl.constexpr = False,
     ROUND_TABLES: tl.constexpr = True,
     temperature=None,
+    NORM_LAST: tl.constexpr = False,
 ):
     """Rotate the query heads of one group and its key, and append key and value to the cache (CacheLayer).
 
@@ -214,6 +247,7 @@ def rotary_append_head(
         kind,
         PAIRS,
         ROUND_TABLES,
+        NORM_LAST,
     )
     if temperature is not None:
         factor = 1.0 + temperature.beta * tl.log(1.0 + (place.position // temperature.length).to(tl.float32))
@@ -253,6 +287,7 @@ def rotary_append_head(
             kind,
             PAIRS,
             ROUND_TABLES,
+            NORM_LAST,
         )
         mask = in_half[None, :] & place.fits
         stored = cache.ptr.dtype.element_ty
@@ -329,6 +364,7 @@ def _rotary_append_kernel(
     ROUND_FIRST: tl.constexpr,
     PAIRS: tl.constexpr,
     ROUND_TABLES: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (N, Hkv, B): one program makes one head of one node.
@@ -363,6 +399,7 @@ def _rotary_append_kernel(
         PAIRS,
         ROUND_TABLES,
         temperature,
+        NORM_LAST,
     )
 
 
@@ -387,6 +424,7 @@ def rotary_append(
     pairs: bool = False,
     round_tables: bool = True,
     temperature: tuple[float, int] | None = None,
+    norm_last: bool = False,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
@@ -440,6 +478,7 @@ def rotary_append(
             round_first,
             pairs and turns,
             round_tables,
+            norm_last,
             num_warps=1 if dim <= 256 else 4,
         )
     return out

@@ -1,0 +1,98 @@
+"""Short gated convolutions, the layers of LFM2 that do not attend.
+
+A layer remembers the last input rows of its convolution. A forward over trees changes none of them: a node's earlier
+rows are its ancestors'. A commit moves the accepted rows into the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache, NewRows
+from eagle_triton.engine.model.modules import Projection, project, project_split
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.prompt_chunks import PromptChunks
+from eagle_triton.operands.gated_delta import MAX_NODES, PromptPieces
+from eagle_triton.runtime.row_formats import ProductRows
+from eagle_triton.runtime.split_sums import Product
+
+
+class ConvMemory(NamedTuple):
+    """One layer's part of a ShortConvCache."""
+
+    window: Tensor  # [B, W - 1, H]
+    pending: Tensor | None  # [B, N, H]: inputs of the convolution over trees; None in a causal forward
+    pieces: PromptPieces | None  # of a causal forward; None: it reads the next tokens of all sequences
+
+
+class ShortConvCache(MixerCache):
+    """Windows [L, B, W - 1, H] of layers of one shape."""
+
+    def __init__(self, windows: Tensor, pieces: PromptPieces | None = None):
+        """pieces: of prompts, which the next causal forward reads."""
+        self.windows, self._pieces = windows, pieces
+
+    def new_pending(self, nodes: int) -> Tensor:
+        layers, batch, _, channels = self.windows.shape
+        return self.windows.new_empty(layers, batch, nodes, channels)
+
+    def layer(self, index: int, pending: Tensor | None = None) -> ConvMemory:
+        return ConvMemory(self.windows[index], None if pending is None else pending[index], self._pieces)
+
+    def part(self, slots: slice) -> ShortConvCache:
+        return ShortConvCache(self.windows[:, slots])
+
+    def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> ShortConvCache:
+        assert pieces.slots is not None
+        return ShortConvCache(self.windows, PromptPieces(pieces.slots, pieces.starts, pieces.counts(lengths)))
+
+    def clear(self) -> None:
+        self.windows.zero_()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.windows[:, target] = self.windows[:, source]
+
+    def commit(self, ops: Operations, pending: Tensor, accepted: AcceptedPath) -> None:
+        ops.commit_windows(self.windows, pending, accepted.path, accepted.accepted)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.windows
+
+
+@dataclass(frozen=True)
+class ShortConv(Mixer):
+    """y = o(c * convolution of (b * x)), where the rows of `input` are b, c and x."""
+
+    input: Projection  # [3 H, H]
+    conv: Tensor  # [H, W]
+    o: Projection  # [H, H]
+
+    max_nodes: ClassVar[int | None] = MAX_NODES
+    reads_pieces: ClassVar[bool] = True
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        return tuple(self.conv.shape)
+
+    def new_cache(
+        self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
+    ) -> ShortConvCache:
+        """It uses no pages: a window does not grow."""
+        channels, taps = self.conv.shape
+        return ShortConvCache(torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device))
+
+    def forward(self, ops: Operations, x: ProductRows, cache: ConvMemory, rows: NewRows) -> Product:
+        product = project(ops, self.input, x, rows.tune_for_rows)
+        out = ops.gated_conv(product, self.conv, cache.window, rows.ancestors, raw=cache.pending, pieces=cache.pieces)
+        return project_split(ops, self.o, out, rows.tune_for_rows)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (*self.input.tensors, self.conv, *self.o.tensors)

@@ -1,0 +1,83 @@
+"""LFM2's models, which have short convolutions. tests/test_gated_delta.py tests the operations."""
+
+import pytest
+import torch
+
+from eagle_triton import EAGLEConfig, EAGLEInference, TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton.families.causal_lm import read_causal_lm
+from tests.test_causal_lm import DEVICE
+from tests.tiny import generate_row
+from tests.tiny_families import skipped_if_unknown, tiny_family
+
+FAMILIES = ("lfm2", "lfm2_moe", "lfm3")
+NEW = 14
+LENGTHS = (1, 2, 5, 21, 64, 65, 130)  # shorter than a window, and about as long as a page
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    with skipped_if_unknown():
+        return tiny_family(request.param).to(DEVICE)
+
+
+@pytest.mark.versions
+def test_tokens_are_the_originals(model):
+    """Of prompts of many lengths together, by trees of earlier text; padded; and all mixtures are read."""
+    source = torch.Generator().manual_seed(2)
+    rows = [torch.randint(1, 24, (length,), generator=source).to(DEVICE) for length in LENGTHS]
+    want = [model.generate(row[None], max_new_tokens=NEW, do_sample=False)[0].tolist() for row in rows]
+    engine = EAGLEInference(None, model, EAGLEConfig(fallback=False, suffix_drafts=5))
+    tokens, stats = engine.generate(rows, NEW)
+    assert [row.tolist() for row in tokens] == want and stats["total_tokens_generated"] == len(rows) * NEW
+    mask = torch.ones(2, 21, dtype=torch.int64, device=DEVICE)
+    mask[1, :9] = 0
+    padded = dict(input_ids=rows[3].repeat(2, 1) * mask, attention_mask=mask, pad_token_id=0)
+    wanted = model.generate(**padded, max_new_tokens=NEW, do_sample=False)
+    for draft in (None, "ngram"):
+        with optimize_with_triton(model, draft)[1] as originals:
+            assert torch.equal(model.generate(**padded, max_new_tokens=NEW, do_sample=False), wanted)
+            row = generate_row(originals)
+            assert row.calls == 1 and not row.fallbacks, row
+            assert "experts" not in str(originals).replace("experts_", "")
+
+
+def test_the_kernels_give_the_originals_tokens(model):
+    prompt = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]], device=DEVICE)
+    want = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    config = EAGLEConfig(suffix_drafts=2, suffix_ring=0, fallback=False)
+    tokens, _ = EAGLEInference(None, model, config, kernels=True).generate(prompt, 3)
+    assert torch.equal(tokens, want)
+
+
+def test_the_router_is_read_whatever_its_weights_are():
+    """Of equal logits every rule makes equal weights, and in large scores no epsilon shows."""
+    with skipped_if_unknown():
+        model = tiny_family("lfm2_moe", use_expert_bias=False).to(DEVICE)
+    prompt, options = torch.arange(2, 20, device=DEVICE)[None], dict(max_new_tokens=NEW, do_sample=False)
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = model.generate(prompt, **options)
+    gates = [layer.feed_forward.gate.weight for layer in model.model.layers[1:]]
+    with torch.no_grad():
+        for gate in gates:
+            gate.zero_()
+    with optimize_with_triton(model)[1] as originals:
+        model.generate(prompt, **options)
+        model.load_state_dict(stored)
+        assert torch.equal(model.generate(prompt, **options), want) and "mixtures" not in str(originals)
+    small = dict(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.3)[:, 0] = 3.0
+        for gate in gates:
+            gate.mul_(0.3)[:, 0] -= 8
+    (logits,) = model.generate(prompt, **small).logits
+    with optimize_with_triton(model)[1]:
+        torch.testing.assert_close(model.generate(prompt, **small).logits[0], logits, atol=1e-4, rtol=1e-4)
+
+
+def test_what_they_cannot_do_is_refused():
+    with skipped_if_unknown():
+        biased, model = tiny_family("lfm2", conv_bias=True), tiny_family("lfm2").to(DEVICE)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.conv\.in_proj and out_proj must not have a bias"):
+        read_causal_lm(biased)
+    with pytest.raises(UnsupportedModelError, match=r"layers \[0, 2, 3\] are recurrent"):
+        optimize_with_triton(model, model, TritonConfig(topk=2, num_steps=2))
