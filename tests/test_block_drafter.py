@@ -534,7 +534,7 @@ def test_what_cannot_be_drafted_is_refused():
         EAGLEInference(block_drafter(), model, EAGLEConfig(egag=EGAGConfig()))
     with pytest.raises(UnsupportedModelError, match="dtype torch.float16"):
         EAGLEInference(block_drafter().half(), model)
-    with pytest.raises(ValueError, match="method dflash does not draft with CausalLMDraft"):
+    with pytest.raises(ValueError, match="method dflash does not draft with CausalLMDraft; its method is draft_model"):
         EAGLEInference(model, model, EAGLEConfig(speculative=SpeculativeConfig(method="dflash")))
 
 

@@ -39,14 +39,8 @@ from eagle_triton.models.families import (
 )
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
-ROPE_TYPES = (
-    "default",
-    "linear",
-    "llama3",
-    "yarn",
-    "proportional",
-    "ntk_alpha",
-)  # frequencies that do not depend on the length
+# Whose frequencies do not depend on the length.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "ntk_alpha")
 
 
 def check_causal_lm(model: Any, root: str) -> None:

@@ -58,7 +58,9 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
     for method, kind in kinds:
         if options.method is method:
             if not isinstance(model, kind):
-                raise ValueError(f"method {method} does not draft with {type(model).__name__}")
+                fitting = " or ".join(other for other, drafts in kinds if isinstance(model, drafts))
+                its = f"; its method is {fitting}" if fitting else ""
+                raise ValueError(f"method {method} does not draft with {type(model).__name__}{its}")
             return model
     if outside := [token for token in options.ban_tokens if token >= view.vocab_size]:
         raise ValueError(f"ban_tokens: tokens must lie in 0..{view.vocab_size - 1}, got {outside}")

@@ -307,56 +307,63 @@ def _scaled(routing: Routing, scale: float) -> Routing:
 @torch.no_grad()
 def _routing_of(router: _Router, dtype: torch.dtype) -> Routing:
     """The routing that gives random rows the router's weights; if several do, the nearest one."""
-    module, weight, correction = router.module, router.weight, router.correction
-    bias, kind = module._parameters.get("bias"), type(module).__name__
+    weight, correction, kind = router.weight, router.correction, type(router.module).__name__
     if weight is None or not is_plain_tensor(weight) or weight.dtype not in (dtype, torch.float32):
         raise _CalledAsItIs(f"has a router of {kind} without a plain weight in {dtype}")
     if correction is not None and not is_plain_tensor(correction):
         raise _CalledAsItIs(f"has a correction of scores that is no plain tensor in its router of {kind}")
-    if cap := getattr(module, "router_logit_softcapping", 0):  # Laguna's; small logits would not show it
+    if cap := getattr(router.module, "router_logit_softcapping", 0):  # Laguna's; small logits would not show it
         raise _CalledAsItIs(f"has router_logit_softcapping {cap}")
     rows, weight = _probe(weight, dtype)
     out = router(rows, weight)
-    if not (isinstance(out, tuple) and len(out) == 3 and hasattr(module, "top_k")):
+    if not (isinstance(out, tuple) and len(out) == 3 and hasattr(router.module, "top_k")):
         raise _CalledAsItIs(f"has a router of {kind}, which does not return weights and experts")
-    fixed: dict[str, Any] = dict(
-        renormalised=bool(getattr(module, "norm_topk_prob", True)), weights_in_fp32=out[1].dtype == torch.float32
-    )
-    of_sigmoid: dict[str, Any] = dict(
-        groups=getattr(module, "num_group", 1),
-        chosen_groups=getattr(module, "topk_group", 1),
-        scale=float(next((getattr(module, name) for name in SCALES if hasattr(module, name)), 1.0)),
-    )
-    ways = []
-    if correction is None and weight.dtype == dtype:
-        ways = [Routing(module.top_k, "softmax", **fixed)]
-        if fixed["renormalised"]:
-            ways.append(Routing(module.top_k, "softmax_of_chosen", **fixed))  # equal up to rounding
-    by_sigmoid = Routing(module.top_k, "sigmoid", **fixed, **of_sigmoid)
-    by_sigmoids = [by_sigmoid, *([replace(by_sigmoid, eps=eps) for eps in EPS] if by_sigmoid.renormalised else [])]
-    ways += by_sigmoids
-    if weight.dtype == dtype != torch.float32:
-        ways += [replace(way, rounded_logits=True) for way in by_sigmoids]
-        ways += [replace(way, rounded_scores=True) for way in by_sigmoids]
-    logits, chosen = (out[2], out[0]) if out[2].is_floating_point() else (out[0], out[2])  # GraniteMoE's, under 5.17
-    ops, given = make_operations(kernels=False), out[1].sort(dim=1).values.float()
-    if given.shape != chosen.shape or given.shape[1] != module.top_k:
+    logits, experts = (out[2], out[0]) if out[2].is_floating_point() else (out[0], out[2])  # GraniteMoE's, under 5.17
+    if not (out[1].shape == experts.shape == (len(rows), router.module.top_k)):
         raise _CalledAsItIs(f"has a router of {kind}, which chooses in an unknown way")
-    theirs = chosen.sort(dim=1).values
-    near, judged = (1e-4 if dtype == torch.float32 else 0.02), []
-    for way in ways:
-        found = ops.route(rows, weight, bias, correction if way.score == "sigmoid" else None, way)
+    given, theirs = out[1].sort(dim=1).values.float(), experts.sort(dim=1).values
+    near = 1e-4 if dtype == torch.float32 else 0.02
+    ops, bias, judged = make_operations(kernels=False), router.module._parameters.get("bias"), []
+    routings = _possible_routings(router, dtype, weights_in_fp32=out[1].dtype == torch.float32)
+    for routing in routings:
+        found = ops.route(rows, weight, bias, correction if routing.score == "sigmoid" else None, routing)
         weights, ours = found.weights.sort(dim=1).values.float(), found.experts.long().sort(dim=1).values
         same = (ours == theirs).all(1)
         if correction is None:  # of equal logits, either expert may be chosen
-            equals = (logits.gather(1, experts).sort(dim=1).values for experts in (ours, theirs))
+            equals = (logits.gather(1, chosen).sort(dim=1).values for chosen in (ours, theirs))
             same |= torch.eq(*equals).all(1)
         fits = torch.isclose(weights, given, rtol=near, equal_nan=True).all(1) & same
         judged.append((float(fits.float().mean()), float((weights == given).float().mean())))
     best = judged.index(max(judged))
     if judged[best][0] < 0.75:  # of scores that are equal within rounding, another expert may be chosen
         raise _CalledAsItIs(f"has a router of {kind}, which chooses in an unknown way")
-    return ways[best]
+    return routings[best]
+
+
+def _possible_routings(router: _Router, dtype: torch.dtype, weights_in_fp32: bool) -> list[Routing]:
+    """The routings that a router with these attributes may compute, the most usual first."""
+    module, weight = router.module, router.weight
+    renormalised = bool(getattr(module, "norm_topk_prob", True))
+    of_softmax = Routing(module.top_k, "softmax", renormalised=renormalised, weights_in_fp32=weights_in_fp32)
+    of_sigmoid = replace(
+        of_softmax,
+        score="sigmoid",
+        groups=getattr(module, "num_group", 1),
+        chosen_groups=getattr(module, "topk_group", 1),
+        scale=float(next((getattr(module, name) for name in SCALES if hasattr(module, name)), 1.0)),
+    )
+    routings, sigmoids = [], [of_sigmoid]
+    if router.correction is None and weight.dtype == dtype:
+        routings.append(of_softmax)
+        if renormalised:
+            routings.append(replace(of_softmax, score="softmax_of_chosen"))  # equal up to rounding
+    if renormalised:
+        sigmoids += [replace(of_sigmoid, eps=eps) for eps in EPS]
+    routings += sigmoids
+    if weight.dtype == dtype != torch.float32:
+        routings += [replace(routing, rounded_logits=True) for routing in sigmoids]
+        routings += [replace(routing, rounded_scores=True) for routing in sigmoids]
+    return routings
 
 
 def _probe(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
