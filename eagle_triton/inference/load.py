@@ -271,8 +271,7 @@ def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
     if options.method in (SpecMethod.MTP, SpecMethod.HYBRID):
         return DraftChoice("layers", path_of(options.model))
     if options.method is SpecMethod.DRAFT_MODEL:
-        place = path_of(options.model, "target")
-        return DraftChoice("assistant" if is_assistant(tensor_names(place)) else "model", place)
+        return _model_at(path_of(options.model, "target"))
     return _head_at(options.model)
 
 
@@ -302,6 +301,14 @@ def _head_at(path: str) -> DraftChoice:
     if is_block_drafter(names):
         return DraftChoice("block drafter", place)
     return DraftChoice("assistant", place) if is_assistant(names) else DraftChoice("head", path)
+
+
+def _model_at(place: str) -> DraftChoice:
+    try:
+        assistant = is_assistant(tensor_names(place))
+    except ValueError:  # unreadable files; loading them raises an error that names the draft
+        assistant = False
+    return DraftChoice("assistant" if assistant else "model", place)
 
 
 # --- loading ---
