@@ -292,9 +292,8 @@ class ModuleReader:
 
         Queries and keys are normed if it has the norms. Its output is gated if the queries' product has twice their
         rows. packed: the name of one projection for queries, keys and values, if it has one. softcap: of its scores.
-        reads_layer: see Attention. gate: the name of a projection that gates its heads, and its activation.
-        norms: the names of the norms of queries and keys. norm_last: see Attention. output: the
-        name of the output projection.
+        reads_layer, norm_last: see Attention. gate: the name of a projection that gates its heads, and its activation.
+        norms: the names of the norms of queries and keys. output: the name of the output projection.
         """
         read = self.at("self_attn")
         attention, where = read.module, read.path

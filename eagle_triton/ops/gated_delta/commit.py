@@ -189,12 +189,9 @@ def _commit_windows_kernel(
     batch, first = tl.program_id(0).to(tl.int64) % sequences, tl.program_id(1) * BLOCK_C
     taken = tl.minimum(tl.load(accepted_ptr + batch * stride_cb) + 1, steps)
     if taken > 0:
-        window, rows, path_ptr = (
-            rows_of(windows, layer, batch),
-            rows_of(raw, layer, batch),
-            path_ptr + batch * stride_pb,
-        )
-        move_window(window, rows, path_ptr, taken, first, channels, KEPT, BLOCK_W, BLOCK_C)
+        window, rows = rows_of(windows, layer, batch), rows_of(raw, layer, batch)
+        path = path_ptr + batch * stride_pb
+        move_window(window, rows, path, taken, first, channels, KEPT, BLOCK_W, BLOCK_C)
 
 
 def commit_windows(windows: Tensor, raw: Tensor, path: Tensor, accepted: Tensor) -> None:

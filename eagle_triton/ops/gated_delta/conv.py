@@ -250,34 +250,11 @@ def causal_conv(
     check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
     check_rows_contiguous("causal_conv", q=q, k=k, v=v, window=window, raw=raw, out=out)
     batch, count, heads, width = q.shape
-    keys, values, taps = heads * width, heads * v.shape[3], weight.shape[1]
+    keys, values = heads * width, heads * v.shape[3]
     mixed = q.new_empty(batch, count, 2 * keys + values) if out is None else out
-    if not mixed.numel():
-        return mixed
-    shape = ConvShape(
-        *(keys, values, width, v.shape[3], taps),
-        BLOCK_T=triton.next_power_of_2(taps),
-        # Only the first block of a chain uses the window.
-        BLOCK_N=triton.next_power_of_2(max(min(count, BLOCK_N), 1 if ancestors is not None else taps - 1)),
-        BLOCK_C=min(BLOCK_C, triton.next_power_of_2(max(keys, values))),
-    )
-    blocks = 2 * triton.cdiv(keys, shape.BLOCK_C) + triton.cdiv(values, shape.BLOCK_C)
-    overlapped(_causal_conv_kernel, (triton.cdiv(count, shape.BLOCK_N), blocks, batch), q.device)(
-        view(Heads, q),
-        view(Heads, k),
-        view(Heads, v),
-        view(Matrix, weight),
-        view(BatchedRows, window),
-        ancestors,
-        view(BatchedRows, raw),
-        view(BatchedRows, mixed),
-        *((None,) * 3 if pieces is None else pieces),
-        *((0, 0) if ancestors is None else ancestors.stride()[:2]),
-        count,
-        batch,
-        SHAPE=shape,
-        num_warps=warps(shape.BLOCK_N, shape.BLOCK_C),
-    )
+    if mixed.numel():
+        sizes = keys, values, width, v.shape[3]
+        _launch((q, k, v), sizes, weight, window, ancestors, raw, pieces, mixed)
     return mixed
 
 
@@ -296,24 +273,40 @@ def gated_conv(
     """
     check_gated_conv(x, weight, window, ancestors, raw, pieces)
     check_rows_contiguous("gated_conv", x=x, window=window, raw=raw)
-    batch, count, _ = x.shape
-    channels, taps = weight.shape
-    out = x.new_empty(batch, count, channels)
-    if not out.numel():
-        return out
+    channels = len(weight)
+    out = x.new_empty(*x.shape[:2], channels)
+    if out.numel():
+        values = x[:, :, None, 2 * channels :]
+        sizes = 0, channels, 1, channels
+        _launch((values, values, values), sizes, weight, window, ancestors, raw, pieces, out, gates=channels)
+    return out
+
+
+def _launch(
+    parts: tuple[Tensor, Tensor, Tensor],
+    sizes: tuple[int, int, int, int],
+    weight: Tensor,
+    window: Tensor,
+    ancestors: Tensor | None,
+    raw: Tensor | None,
+    pieces: PromptPieces | None,
+    out: Tensor,
+    gates: int = 0,
+) -> None:
+    """Launch the kernel. parts: q, k and v. sizes: KEYS, VALUES, K and RV of ConvShape. gates: its GATES."""
+    keys, values, *_ = sizes
+    (batch, count, _), taps = out.shape, weight.shape[1]
     shape = ConvShape(
-        *(0, channels, 1, channels, taps),
+        *(*sizes, taps),
         BLOCK_T=triton.next_power_of_2(taps),
+        # Only the first block of a chain uses the window.
         BLOCK_N=triton.next_power_of_2(max(min(count, BLOCK_N), 1 if ancestors is not None else taps - 1)),
-        BLOCK_C=min(BLOCK_C, triton.next_power_of_2(channels)),
-        GATES=channels,
+        BLOCK_C=min(BLOCK_C, triton.next_power_of_2(max(keys, values))),
+        GATES=gates,
     )
-    values = view(Heads, x[:, :, None, 2 * channels :])
-    blocks = triton.cdiv(channels, shape.BLOCK_C)
-    overlapped(_causal_conv_kernel, (triton.cdiv(count, shape.BLOCK_N), blocks, batch), x.device)(
-        values,
-        values,
-        values,
+    blocks = 2 * triton.cdiv(keys, shape.BLOCK_C) + triton.cdiv(values, shape.BLOCK_C)
+    overlapped(_causal_conv_kernel, (triton.cdiv(count, shape.BLOCK_N), blocks, batch), out.device)(
+        *(view(Heads, part) for part in parts),
         view(Matrix, weight),
         view(BatchedRows, window),
         ancestors,
@@ -326,4 +319,3 @@ def gated_conv(
         SHAPE=shape,
         num_warps=warps(shape.BLOCK_N, shape.BLOCK_C),
     )
-    return out

@@ -75,6 +75,7 @@ def gate_heads(x: Tensor, gate: Tensor, activation: str = "sigmoid") -> Tensor:
     """x * sigmoid(gate), or with the activation "softplus" x * log(1 + exp(gate)).
 
     x [B, n, Hq, d]; gate of the same shape, or [B, n, Hq, 1], one number for each head. Returns [B, n, Hq, d].
+    Raises ValueError if shapes, dtypes or the activation do not fit.
     """
     check_gate_heads(x, gate, activation)
     batch, count, heads, dim = x.shape
