@@ -19,18 +19,25 @@ from eagle_triton.engine.model.mixers import Attention, KeyValueCache
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.modules import MLP, Norm, Projection
 from eagle_triton.engine.state import DecodeState
+from eagle_triton.ops.attention_tiles import HeadSizes, KeyLayout, Splits, Tiles
 from eagle_triton.ops.linear.settings import MAX_ROWS, Settings, block_m_of, descriptors, launch_settings
-from eagle_triton.ops.megakernel import (
+from eagle_triton.ops.megakernel.kernel import draft_verify_update_kernel
+from eagle_triton.ops.megakernel.tensors import (
+    AttentionSizes,
     DraftTensors,
     HeadLayer,
+    HeadShape,
     Plan,
+    ProductTiles,
+    Scanning,
     SequenceTensors,
+    Sizes,
     Stopping,
     Target,
+    TreeShape,
     TreeTensors,
     Verified,
     Workspace,
-    draft_verify_update_kernel,
 )
 from eagle_triton.ops.tree import topk_chunk_of
 from eagle_triton.ops.views import Pages
@@ -218,7 +225,7 @@ class _Launches:
 
 
 class MegakernelStep:
-    """`verify_and_draft` of one state in one launch; holds the workspace. See ops/megakernel.py.
+    """`verify_and_draft` of one state in one launch; holds the workspace. See ops/megakernel/.
 
     programs: how many share the work; None: one for each multiprocessor. `absent`: a program that skips every barrier,
     to test a fault. Raises ValueError if the model is unsupported.
@@ -244,8 +251,9 @@ class MegakernelStep:
         self.next_token = torch.empty(batch, dtype=torch.int64, device=device)
         keys = self._attention_settings()
         workspace = self._workspace(keys)
-        views = {**self._views(), "work": workspace}
-        self._arguments = {**views, **self._constants(keys), **self._products(workspace)}
+        described, tiles = self._products(workspace)
+        self._arguments = {**self._views(), "work": workspace, **described}
+        self._sizes = self._constants(keys, tiles, described["fc_desc"] is not None)
 
     def __call__(self, logits: Tensor, features: Tensor, walk: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
         """Verify (greedily, or take `walk`: path, accepted and next token), commit, and draft the next tree.
@@ -263,7 +271,7 @@ class MegakernelStep:
             features.contiguous(),
             absent=self.absent,
             limit=self.limit,
-            GREEDY=walk is None,
+            SIZES=self._sizes._replace(greedy=walk is None),
             num_warps=DRAFT_WARPS,
             num_stages=self.stages,
             **NO_FMA_FUSION,
@@ -285,17 +293,10 @@ class MegakernelStep:
         return cache
 
     @property
-    def _parts(self) -> tuple[int, int]:
-        """How many tokens of the target's vocabulary a task scans, and how many tasks a node has."""
+    def _scanning(self) -> Scanning:
         part = min(4096, max(16, triton.next_power_of_2(self.view.vocab_size)))
-        return part, triton.cdiv(self.view.vocab_size, part)
-
-    @property
-    def _chunks(self) -> tuple[int, int]:
-        """The same for the draft's vocabulary."""
-        vocabulary = len(self.head.weights["head"])
-        chunk = topk_chunk_of(vocabulary)
-        return chunk, triton.cdiv(vocabulary, chunk)
+        chunk = topk_chunk_of(vocabulary := len(self.head.weights["head"]))
+        return Scanning(part, triton.cdiv(self.view.vocab_size, part), chunk, triton.cdiv(vocabulary, chunk))
 
     def _attention_settings(self) -> attention_settings.Settings:
         mixer, device = self.head.attention, self.view.device
@@ -378,7 +379,7 @@ class MegakernelStep:
         hidden, inner, vocabulary = len(weights["o"]), len(weights["gate"]), len(weights["head"])
         q_cols, kv_cols = len(weights["q"]), len(weights["k"])
         beam, words = max((1, *spec.beam_widths)), self.plan.chain.shape[-1]
-        (_, parts), (_, chunks) = self._parts, self._chunks
+        _, parts, _, chunks = self._scanning
         products = max(
             hidden * max(use.fc.splits, use.o.splits, use.down.splits), use.qkv.splits * (q_cols + 2 * kv_cols)
         )
@@ -419,8 +420,8 @@ class MegakernelStep:
             scratch=empty(batch, spec.nodes, kind=torch.int32),
         )
 
-    def _products(self, workspace: Workspace) -> dict[str, object]:
-        """Descriptors, tiles and splits of the products."""
+    def _products(self, workspace: Workspace) -> tuple[dict[str, object], ProductTiles]:
+        """Descriptors of the products, by the kernel's arguments, and their tiles."""
         weights, use, eagle3 = self.head.weights, self.launches, self.head.eagle3
         block_m = block_m_of(self.rows)
         tile = use.tile(weights, block_m)
@@ -437,51 +438,66 @@ class MegakernelStep:
             found = descriptors(tensors, block_m, use.mlp if name == "mlp" else tile)
             described |= dict(zip((f"{name}_in_desc", *(f"{weight}_desc" for weight in names)), found, strict=True))
         depths = [weight.shape[1] for weight in weights.values()]
-        return {
-            **described,
-            "TMA": described["fc_desc"] is not None,
-            "EVEN_K": all(depth % tile.block_k == 0 for depth in depths) and len(weights["o"]) % use.mlp.block_k == 0,
-            "BLOCK_M": block_m,
-            "TILE": (tile.block_n, tile.block_k, tile.swap, tile.stages),
-            "SPLITS": (use.fc.splits, use.qkv.splits, use.o.splits, use.down.splits),
-            "MLP": (use.mlp.block_n, use.mlp.block_k, use.mlp.swap),
-        }
+        tiles = ProductTiles(
+            block_m,
+            tile.block_n,
+            tile.block_k,
+            tile.swap,
+            tile.stages,
+            use.mlp.block_n,
+            use.mlp.block_k,
+            use.mlp.swap,
+            use.fc.splits,
+            use.qkv.splits,
+            use.o.splits,
+            use.down.splits,
+            even=all(depth % tile.block_k == 0 for depth in depths) and len(weights["o"]) % use.mlp.block_k == 0,
+        )
+        return described, tiles
 
-    def _constants(self, keys: attention_settings.Settings) -> dict[str, object]:
-        """The kernel's constexprs, except those of its products."""
+    def _constants(self, keys: attention_settings.Settings, products: ProductTiles, tma: bool) -> Sizes:
         state, spec, head = self.state, self.state.spec, self.head
-        mixer, hidden, cache = head.attention, len(head.weights["o"]), self._target_cache.data
-        (part, parts), (chunk, chunks) = self._parts, self._chunks
-        return {
-            "PART": part,
-            "PARTS": parts,
-            "TARGET_D": cache.shape[-1],
-            "STOPS": triton.next_power_of_2(state.stops.ids.shape[1]),
-            "REPORT": state.report.shape[1],
-            "EAGLE3": head.eagle3,
-            "NORMED_RESIDUAL": head.norm_before_residual,
-            "B": state.batch,
-            "PASSES": spec.depth,
-            "K": spec.top_k,
-            "BEAM": max((1, *spec.beam_widths)),
-            "SLOTS": spec.beam_slots,
-            "CANDIDATES": spec.candidates,
-            "HIDDEN": hidden,
-            "INNER": len(head.weights["gate"]),
-            "HEADS": mixer.num_kv_heads,
-            "GROUP": self._group,
-            "D": mixer.head_dim,
-            "PAGE": PAGE_ROWS,
-            "WORDS": self.plan.chain.shape[-1],
-            "TREE_WORDS": state.tree.ancestors.shape[-1],
-            "NODES": max(2, triton.next_power_of_2(spec.nodes)),
-            "CHUNKS": chunks,
-            "PROGRAMS": self.programs,
-            "UNIFORM": spec.selected is None,
-            "BLOCK_H": triton.next_power_of_2(hidden),
-            "CHUNK": chunk,
-            "ATTENTION": (keys.block_m, keys.block_n, keys.splits, keys.min_tiles, keys.block_t),
-        }
+        mixer, weights = head.attention, head.weights
+        return Sizes(
+            HeadShape(
+                len(weights["o"]),
+                len(weights["gate"]),
+                mixer.num_kv_heads,
+                self._group,
+                mixer.head_dim,
+                len(weights["q"]),
+                len(weights["k"]),
+                PAGE_ROWS,
+                head.eagle3,
+                head.norm_before_residual,
+            ),
+            TreeShape(
+                state.batch,
+                spec.depth,
+                spec.top_k,
+                max((1, *spec.beam_widths)),
+                spec.beam_slots,
+                spec.candidates,
+                max(2, triton.next_power_of_2(spec.nodes)),
+                self.plan.chain.shape[-1],
+                state.tree.ancestors.shape[-1],
+                spec.selected is None,
+            ),
+            self._scanning,
+            products,
+            AttentionSizes(
+                KeyLayout(PAGE_ROWS, mixer.head_dim, self.plan.chain.shape[-1]),
+                HeadSizes(mixer.head_dim, self._group, mixer.num_kv_heads, word_order=False),
+                Splits(keys.splits, keys.splits, keys.min_tiles),
+                Tiles(keys.block_m, keys.block_n, keys.block_t, max(16, triton.next_power_of_2(mixer.head_dim))),
+            ),
+            self._target_cache.data.shape[-1],
+            triton.next_power_of_2(state.stops.ids.shape[1]),
+            state.report.shape[1],
+            self.programs,
+            greedy=True,
+            tma=tma,
+        )
 
 
 def _weight(norm: Norm | None) -> Tensor | None:
