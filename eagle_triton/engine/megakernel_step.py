@@ -20,6 +20,7 @@ from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.modules import MLP, Norm, Projection
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.ops.attention_tiles import HeadSizes, KeyLayout, Splits, Tiles
+from eagle_triton.ops.layers.rotary import Rotation
 from eagle_triton.ops.linear.settings import MAX_ROWS, Settings, block_m_of, descriptors, launch_settings
 from eagle_triton.ops.megakernel.kernel import draft_verify_update_kernel
 from eagle_triton.ops.megakernel.tensors import (
@@ -485,6 +486,7 @@ class MegakernelStep:
             ),
             self._scanning,
             products,
+            Rotation(mixer.num_kv_heads, self._group, mixer.head_dim // 2, 0, products.qkv_splits),
             AttentionSizes(
                 KeyLayout(PAGE_ROWS, mixer.head_dim, self.plan.chain.shape[-1]),
                 HeadSizes(mixer.head_dim, self._group, mixer.num_kv_heads, word_order=False),

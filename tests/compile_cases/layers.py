@@ -84,7 +84,8 @@ def _rotary(
     parts = parts_of(whole, cols, torch.Size((4, 60)), torch.bfloat16)
     queries, *own = (part.unflatten(-1, (-1, dim)) for part in parts)
     cache = bf16(2, 40, heads, 64, dim) if pages else bf16(2, 4, heads, 600, dim)
-    name = " ".join([f"d {dim} group {group} splits {splits}", *norms, *options])
+    kind = "pages" * pages, "" if turned is None else f"turned {turned}", *norms, *options
+    name = " ".join([f"d {dim} group {group} splits {splits}", *filter(None, kind)])
     options |= {f"{name}_norm": bf16(dim) for name in norms}
     return launches(
         name,

@@ -14,7 +14,7 @@ from eagle_triton.operands.kv_cache import capacity_of
 from eagle_triton.operands.layers import check_rotary_append
 from eagle_triton.ops.layers.norms import before_weight, load_weight
 from eagle_triton.ops.layers.values import load_sum, rounded
-from eagle_triton.ops.views import CacheLayer, Heads, Pages, view
+from eagle_triton.ops.views import CacheLayer, Heads, Pages, Vector, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -81,256 +81,189 @@ class HeadNorms(NamedTuple):
     v: Tensor | None = None
 
 
-@triton.jit
-def first_columns(half: tl.constexpr, PAIRS: tl.constexpr):
-    """The columns of a head's elements that come first in a rotated pair."""
-    columns = tl.arange(0, triton.next_power_of_2(half))
-    if PAIRS:
-        columns = 2 * columns
-    return columns
+class Rotation(NamedTuple):
+    """How heads are rotated and normed: what a kernel is compiled for.
 
-
-@triton.jit
-def rotate_heads(
-    row_ptr,
-    stride_head,
-    stride_split,
-    norm_ptr,
-    eps,
-    first_head,
-    head_limit,
-    cos,
-    sin,
-    half: tl.constexpr,
-    rest: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ZERO_CENTRED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PAIRS: tl.constexpr = False,
-    ROUND_TABLES: tl.constexpr = True,
-    NORM_LAST: tl.constexpr = False,
-):
-    """HEADS heads of one row: normed if `norm_ptr` is given; the first 2 half elements rotated unless cos is None.
-
-    NORM_LAST: normed after the rotation. Returns both halves, [HEADS, n] each, and the rest [HEADS, m] (the first half
-    again if rest is 0); n and m are powers of two.
+    `heads` key heads with `group` query heads each. The first 2 `half` elements of a head are rotated, the other `rest`
+    are not. splits: of the sums that are read. pairs: rotated elements are neighbours, else `half` apart.
+    round_tables: sine and cosine are rounded to the dtype. norm_last: heads are normed after the rotation.
+    zero_centred, round_first: see `rms_norm`.
     """
-    offs_h = first_head + tl.arange(0, HEADS)
-    offs_d = tl.arange(0, triton.next_power_of_2(half))
-    columns = first_columns(half, PAIRS)
-    GAP: tl.constexpr = 1 if PAIRS else half
-    mask = (offs_h < head_limit)[:, None] & (offs_d < half)[None, :]
-    ptrs = row_ptr + offs_h[:, None] * stride_head + columns[None, :]
-    first = rounded(load_sum(ptrs, stride_split, mask, SPLITS), DTYPE)
-    second = rounded(load_sum(ptrs + GAP, stride_split, mask, SPLITS), DTYPE)
-    third = first
-    if rest > 0:
-        offs_r = tl.arange(0, triton.next_power_of_2(rest))
-        mask = (offs_h < head_limit)[:, None] & (offs_r < rest)[None, :]
-        ptrs = row_ptr + offs_h[:, None] * stride_head + 2 * half + offs_r[None, :]
-        third = rounded(load_sum(ptrs, stride_split, mask, SPLITS), DTYPE)
-    if not NORM_LAST:
-        first, second, third = _normed(
-            first, second, third, norm_ptr, eps, half, rest, ZERO_CENTRED, ROUND_FIRST, DTYPE, PAIRS
-        )
+
+    heads: int
+    group: int
+    half: int
+    rest: int
+    splits: int
+    pairs: bool = False
+    round_tables: bool = True
+    norm_last: bool = False
+    zero_centred: bool = False
+    round_first: bool = True
+
+
+@triton.jit
+def _columns(HOW: tl.constexpr):
+    """The columns of a head's elements that come first in a rotated pair, and which exist."""
+    place = tl.arange(0, triton.next_power_of_2(HOW.half))
+    columns = place
+    if HOW.pairs:
+        columns = 2 * columns
+    return columns, place < HOW.half
+
+
+@triton.jit
+def _cos_sin_of(position, turn, HOW: tl.constexpr, DTYPE: tl.constexpr):
+    """Cosines and sines [1, n] of a node's position."""
+    place = tl.arange(0, triton.next_power_of_2(HOW.half))
+    inv_freq = tl.load(turn.inv_freq + place, mask=place < HOW.half, other=0.0).to(tl.float32)
+    cos, sin = cos_sin(position.to(tl.float32) * inv_freq)
+    cos, sin = cos * turn.scaling, sin * turn.scaling
+    if HOW.round_tables:
+        cos, sin = rounded(cos, DTYPE), rounded(sin, DTYPE)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _rotated_heads(
+    rows, split, norm_ptr, eps, first, limit, cos, sin, COUNT: tl.constexpr, DTYPE: tl.constexpr, HOW: tl.constexpr
+):
+    """COUNT heads of one row from the `first` on: normed if `norm_ptr` is given, rotated unless cos is None.
+
+    rows: a Vector of the row's heads, of `limit`. Returns both halves, [COUNT, n] each, and the rest [COUNT, m] (the
+    first half again if there is none); n and m are powers of two.
+    """
+    half: tl.constexpr = HOW.half
+    GAP: tl.constexpr = 1 if HOW.pairs else half
+    offs_h = first + tl.arange(0, COUNT)
+    columns, in_half = _columns(HOW)
+    mask = (offs_h < limit)[:, None] & in_half[None, :]
+    ptrs = rows.ptr + offs_h[:, None] * rows.item + columns[None, :]
+    left = rounded(load_sum(ptrs, split, mask, HOW.splits), DTYPE)
+    right = rounded(load_sum(ptrs + GAP, split, mask, HOW.splits), DTYPE)
+    others = left
+    if HOW.rest > 0:
+        offs_r = tl.arange(0, triton.next_power_of_2(HOW.rest))
+        mask = (offs_h < limit)[:, None] & (offs_r < HOW.rest)[None, :]
+        ptrs = rows.ptr + offs_h[:, None] * rows.item + 2 * half + offs_r[None, :]
+        others = rounded(load_sum(ptrs, split, mask, HOW.splits), DTYPE)
+    if not HOW.norm_last:
+        left, right, others = _normed(left, right, others, norm_ptr, eps, DTYPE, HOW)
     if cos is not None:
-        if ROUND_TABLES:
-            left = rounded(first * cos, DTYPE) - rounded(second * sin, DTYPE)
-            second = rounded(second * cos, DTYPE) + rounded(first * sin, DTYPE)
+        if HOW.round_tables:
+            turned = rounded(left * cos, DTYPE) - rounded(right * sin, DTYPE)
+            right = rounded(right * cos, DTYPE) + rounded(left * sin, DTYPE)
         else:
-            left = first * cos - second * sin
-            second = second * cos + first * sin
-        first = left
-    if NORM_LAST:
-        first, second = rounded(first, DTYPE), rounded(second, DTYPE)
-        first, second, third = _normed(
-            first, second, third, norm_ptr, eps, half, rest, ZERO_CENTRED, ROUND_FIRST, DTYPE, PAIRS
-        )
-    return first, second, third
+            turned = left * cos - right * sin
+            right = right * cos + left * sin
+        left = turned
+    if HOW.norm_last:
+        left, right = rounded(left, DTYPE), rounded(right, DTYPE)
+        left, right, others = _normed(left, right, others, norm_ptr, eps, DTYPE, HOW)
+    return left, right, others
 
 
 @triton.jit
-def _normed(
-    first,
-    second,
-    third,
-    norm_ptr,
-    eps,
-    half: tl.constexpr,
-    rest: tl.constexpr,
-    ZERO_CENTRED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """The norm of heads in the parts that `rotate_heads` returns; the parts themselves if `norm_ptr` is None."""
+def _normed(left, right, others, norm_ptr, eps, DTYPE: tl.constexpr, HOW: tl.constexpr):
+    """The norm of heads in the parts that `_rotated_heads` returns; the parts themselves if `norm_ptr` is None."""
     if norm_ptr is not None:
-        offs_d = tl.arange(0, triton.next_power_of_2(half))
-        columns = first_columns(half, PAIRS)
-        GAP: tl.constexpr = 1 if PAIRS else half
-        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        if rest > 0:
-            square += tl.sum(third * third, axis=1)
-        scale = tl.rsqrt(square / (2 * half + rest) + eps)[:, None]
-        weight = load_weight(norm_ptr + columns, offs_d < half, ZERO_CENTRED)[None, :]
-        first = rounded(before_weight(first * scale, DTYPE, ZERO_CENTRED, ROUND_FIRST) * weight, DTYPE)
-        weight = load_weight(norm_ptr + GAP + columns, offs_d < half, ZERO_CENTRED)[None, :]
-        second = rounded(before_weight(second * scale, DTYPE, ZERO_CENTRED, ROUND_FIRST) * weight, DTYPE)
-        if rest > 0:
-            offs_r = tl.arange(0, triton.next_power_of_2(rest))
-            weight = load_weight(norm_ptr + 2 * half + offs_r, offs_r < rest, ZERO_CENTRED)[None, :]
-            third = rounded(before_weight(third * scale, DTYPE, ZERO_CENTRED, ROUND_FIRST) * weight, DTYPE)
-    return first, second, third
+        half: tl.constexpr = HOW.half
+        GAP: tl.constexpr = 1 if HOW.pairs else half
+        columns, in_half = _columns(HOW)
+        square = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
+        if HOW.rest > 0:
+            square += tl.sum(others * others, axis=1)
+        scale = tl.rsqrt(square / (2 * half + HOW.rest) + eps)[:, None]
+        left = _weighted(left * scale, norm_ptr + columns, in_half, DTYPE, HOW)
+        right = _weighted(right * scale, norm_ptr + GAP + columns, in_half, DTYPE, HOW)
+        if HOW.rest > 0:
+            offs_r = tl.arange(0, triton.next_power_of_2(HOW.rest))
+            others = _weighted(others * scale, norm_ptr + 2 * half + offs_r, offs_r < HOW.rest, DTYPE, HOW)
+    return left, right, others
 
 
 @triton.jit
-def rotary_append_head(
-    place,
-    x,
-    cache,
-    turn,
-    norms,
-    out_ptr,
-    num_nodes,
-    num_kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    half: tl.constexpr,
-    rest: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ZERO_CENTRED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr = True,
-    PAIRS: tl.constexpr = False,
-    ROUND_TABLES: tl.constexpr = True,
-    temperature=None,
-    NORM_LAST: tl.constexpr = False,
-):
+def _weighted(scaled, weight_ptrs, mask, DTYPE: tl.constexpr, HOW: tl.constexpr):
+    """A norm's last step: its weight."""
+    weight = load_weight(weight_ptrs, mask, HOW.zero_centred)[None, :]
+    return rounded(before_weight(scaled, DTYPE, HOW.zero_centred, HOW.round_first) * weight, DTYPE)
+
+
+@triton.jit
+def rotary_append_head(place, x, cache, turn, norms, temperature, out_ptr, num_nodes, HOW: tl.constexpr):
     """Rotate the query heads of one group and its key, and append key and value to the cache (CacheLayer).
 
-    place: a NodeHead; x: Projected. The last `rest` of a head's 2 half + rest elements are not rotated.
+    place: a NodeHead; x: Projected; turn: a Turn; norms: HeadNorms; temperature: a Temperature or None.
     """
+    half: tl.constexpr = HOW.half
+    rest: tl.constexpr = HOW.rest
+    group: tl.constexpr = HOW.group
     dim: tl.constexpr = 2 * half + rest
     GROUP: tl.constexpr = triton.next_power_of_2(group)
-    offs_d = tl.arange(0, triton.next_power_of_2(half))
-    in_half = offs_d < half
-    columns = first_columns(half, PAIRS)
-    GAP: tl.constexpr = 1 if PAIRS else half
-    kind: tl.constexpr = out_ptr.dtype.element_ty
+    GAP: tl.constexpr = 1 if HOW.pairs else half
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    columns, in_half = _columns(HOW)
     cos = None
     sin = None
     if turn.inv_freq is not None:
-        inv_freq = tl.load(turn.inv_freq + offs_d, mask=in_half, other=0.0).to(tl.float32)
-        cos, sin = cos_sin(place.position.to(tl.float32) * inv_freq)
-        cos, sin = cos * turn.scaling, sin * turn.scaling
-        if ROUND_TABLES:
-            cos, sin = rounded(cos, kind), rounded(sin, kind)
-        cos, sin = cos[None, :], sin[None, :]
+        cos, sin = _cos_sin_of(place.position, turn, HOW, DTYPE)
 
-    q_ptr = x.q.ptr + place.batch * x.q.batch + place.node * x.q.row + place.head * group * x.q.head
-    first, second, third = rotate_heads(
-        q_ptr,
-        x.q.head,
-        x.split,
-        norms.q,
-        norms.eps,
-        0,
-        group,
-        cos,
-        sin,
-        half,
-        rest,
-        GROUP,
-        SPLITS,
-        ZERO_CENTRED,
-        ROUND_FIRST,
-        kind,
-        PAIRS,
-        ROUND_TABLES,
-        NORM_LAST,
+    queries = x.q.ptr + place.batch * x.q.batch + place.node * x.q.row + place.head * group * x.q.head
+    left, right, others = _rotated_heads(
+        Vector(queries, x.q.head), x.split, norms.q, norms.eps, 0, group, cos, sin, GROUP, DTYPE, HOW
     )
     if temperature is not None:
         factor = 1.0 + temperature.beta * tl.log(1.0 + (place.position // temperature.length).to(tl.float32))
-        factor = rounded(factor, kind)
-        first, second, third = rounded(first, kind) * factor, rounded(second, kind) * factor, third * factor
+        factor = rounded(factor, DTYPE)
+        left, right, others = rounded(left, DTYPE) * factor, rounded(right, DTYPE) * factor, others * factor
     offs_g = tl.arange(0, GROUP)
     mask = (offs_g < group)[:, None] & in_half[None, :]
-    out = out_ptr + ((place.batch * num_nodes + place.node) * num_kv_heads + place.head) * (group * dim)
+    out = out_ptr + ((place.batch * num_nodes + place.node) * HOW.heads + place.head) * (group * dim)
     if rest > 0:
         offs_r = tl.arange(0, triton.next_power_of_2(rest))
         in_rest = offs_r < rest
         out_rest = out + offs_g[:, None] * dim + 2 * half + offs_r[None, :]
-        tl.store(out_rest, third.to(out_ptr.dtype.element_ty), mask=(offs_g < group)[:, None] & in_rest[None, :])
+        tl.store(out_rest, others.to(DTYPE), mask=(offs_g < group)[:, None] & in_rest[None, :])
     out += offs_g[:, None] * dim + columns[None, :]
-    tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + GAP, second.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, left.to(DTYPE), mask=mask)
+    tl.store(out + GAP, right.to(DTYPE), mask=mask)
 
     if x.k is not None:
-        head = place.head
-        k_ptr = x.k.ptr + place.batch * x.k.batch + place.node * x.k.row
-        key_first, key_second, key_third = rotate_heads(
-            k_ptr,
-            x.k.head,
-            x.split,
-            norms.k,
-            norms.eps,
-            head,
-            num_kv_heads,
-            cos,
-            sin,
-            half,
-            rest,
-            1,
-            SPLITS,
-            ZERO_CENTRED,
-            ROUND_FIRST,
-            kind,
-            PAIRS,
-            ROUND_TABLES,
-            NORM_LAST,
+        keys = x.k.ptr + place.batch * x.k.batch + place.node * x.k.row
+        key = cache.ptr + place.cache_row + place.head * cache.head
+        left, right, others = _rotated_heads(
+            Vector(keys, x.k.head), x.split, norms.k, norms.eps, place.head, HOW.heads, cos, sin, 1, DTYPE, HOW
         )
-        mask = in_half[None, :] & place.fits
-        stored = cache.ptr.dtype.element_ty
-        key = cache.ptr + place.cache_row + head * cache.head + columns[None, :]
-        tl.store(key, key_first.to(stored), mask=mask)
-        tl.store(key + GAP, key_second.to(stored), mask=mask)
-        v_row = x.v.ptr + place.batch * x.v.batch + place.node * x.v.row
-        v_ptr = v_row + head * x.v.head
+        _store_head(key, left, right, others, place.fits, HOW)
+        values = x.v.ptr + place.batch * x.v.batch + place.node * x.v.row
         if norms.v is None:
-            value = v_ptr + columns[None, :]
-            tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
-            tl.store(key + cache.side + GAP, load_sum(value + GAP, x.split, mask, SPLITS).to(stored), mask=mask)
+            value = values + place.head * x.v.head
+            mask = in_half[None, :] & place.fits
+            left = load_sum(value + columns[None, :], x.split, mask, HOW.splits)
+            right = load_sum(value + columns[None, :] + GAP, x.split, mask, HOW.splits)
+            others = left
+            if rest > 0:
+                mask = in_rest[None, :] & place.fits
+                others = load_sum(value + 2 * half + offs_r[None, :], x.split, mask, HOW.splits)
         else:
-            first, second, value_third = rotate_heads(
-                v_row,
-                x.v.head,
-                x.split,
-                norms.v,
-                norms.eps,
-                head,
-                num_kv_heads,
-                None,
-                None,
-                half,
-                rest,
-                1,
-                SPLITS,
-                ZERO_CENTRED,
-                ROUND_FIRST,
-                kind,
-                PAIRS,
+            left, right, others = _rotated_heads(
+                Vector(values, x.v.head), x.split, norms.v, norms.eps, place.head, HOW.heads, None, None, 1, DTYPE, HOW
             )
-            tl.store(key + cache.side, first.to(stored), mask=mask)
-            tl.store(key + cache.side + GAP, second.to(stored), mask=mask)
-        if rest > 0:
-            mask = in_rest[None, :] & place.fits
-            key = cache.ptr + place.cache_row + head * cache.head + 2 * half + offs_r[None, :]
-            tl.store(key, key_third.to(stored), mask=mask)
-            if norms.v is None:
-                value = v_ptr + 2 * half + offs_r[None, :]
-                tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
-            else:
-                tl.store(key + cache.side, value_third.to(stored), mask=mask)
+        _store_head(key + cache.side, left, right, others, place.fits, HOW)
+
+
+@triton.jit
+def _store_head(ptr, left, right, others, fits, HOW: tl.constexpr):
+    """Write the parts of one head, [1, n], to the cache, if its row fits."""
+    GAP: tl.constexpr = 1 if HOW.pairs else HOW.half
+    stored = ptr.dtype.element_ty
+    columns, in_half = _columns(HOW)
+    mask = in_half[None, :] & fits
+    tl.store(ptr + columns[None, :], left.to(stored), mask=mask)
+    tl.store(ptr + GAP + columns[None, :], right.to(stored), mask=mask)
+    if HOW.rest > 0:
+        offs_r = tl.arange(0, triton.next_power_of_2(HOW.rest))
+        tl.store(ptr + 2 * HOW.half + offs_r[None, :], others.to(stored), mask=(offs_r < HOW.rest)[None, :] & fits)
 
 
 _UNALIGNED = ["table_ptr", "first_row_ptr", "depths_ptr", "stride_tb", "stride_fb", "stride_db", "num_nodes"]
@@ -355,16 +288,7 @@ def _rotary_append_kernel(
     num_nodes,
     capacity,
     PAGE: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    half: tl.constexpr,
-    rest: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ZERO_CENTRED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROUND_TABLES: tl.constexpr,
-    NORM_LAST: tl.constexpr,
+    HOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (N, Hkv, B): one program makes one head of one node.
@@ -381,26 +305,7 @@ def _rotary_append_kernel(
     fits = (row >= 0) & (row < capacity)
     pages = Pages(table_ptr, stride_tb) if table_ptr is not None else None
     place = NodeHead(node, head, batch, position, row_offset(cache, pages, batch, row, fits, PAGE), fits)
-    rotary_append_head(
-        place,
-        x,
-        cache,
-        turn,
-        norms,
-        out_ptr,
-        num_nodes,
-        num_kv_heads,
-        group,
-        half,
-        rest,
-        SPLITS,
-        ZERO_CENTRED,
-        ROUND_FIRST,
-        PAIRS,
-        ROUND_TABLES,
-        temperature,
-        NORM_LAST,
-    )
+    rotary_append_head(place, x, cache, turn, norms, temperature, out_ptr, num_nodes, HOW)
 
 
 def rotary_append(
@@ -434,7 +339,6 @@ def rotary_append(
     check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, (q_norm, k_norm, v_norm), table, temperature)
     batch, count, heads, dim = q.shape
     num_kv_heads = cache.shape[2]
-    group = heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     given = (q,) if k is None or v is None else (q, k, v)
     sums = [x.sums for x in given if isinstance(x, SplitSums)]
@@ -450,7 +354,6 @@ def rotary_append(
     q_norm, k_norm, v_norm = (None if norm is None else norm.contiguous() for norm in (q_norm, k_norm, v_norm))
     turns = len(inv_freq) > 0
     half = len(inv_freq) if turns else dim // 2
-    rest = dim - 2 * half
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
             Projected(queries, keys, values, stride_split),
@@ -469,16 +372,18 @@ def rotary_append(
             count,
             capacity_of(cache, table),
             page_rows(cache, table),
-            num_kv_heads,
-            group,
-            half,
-            rest,
-            splits,
-            zero_centred,
-            round_first,
-            pairs and turns,
-            round_tables,
-            norm_last,
+            Rotation(
+                num_kv_heads,
+                heads // num_kv_heads,
+                half,
+                dim - 2 * half,
+                splits,
+                pairs and turns,
+                round_tables,
+                norm_last,
+                zero_centred,
+                round_first,
+            ),
             num_warps=1 if dim <= 256 else 4,
         )
     return out

@@ -241,15 +241,15 @@ def multiply(grid, here, kind, state, SIZES: tl.constexpr):
 @triton.jit
 def rotate_and_append(grid, here, state, SIZES: tl.constexpr):
     """Rotate queries and keys, and append keys and values to the draft's cache."""
-    HEAD: tl.constexpr = SIZES.head
-    WIDTH: tl.constexpr = HEAD.width
-    KV_COLS: tl.constexpr = HEAD.kv_cols
-    GROUP: tl.constexpr = HEAD.group
+    HEADS: tl.constexpr = SIZES.head.heads
+    WIDTH: tl.constexpr = SIZES.head.width
+    PAGE: tl.constexpr = SIZES.head.page
+    PLANE: tl.constexpr = PAGE * WIDTH  # a head's keys or values in a page
+    KV_COLS: tl.constexpr = SIZES.head.kv_cols
+    QKV_COLS: tl.constexpr = SIZES.head.q_cols + 2 * KV_COLS
+    ROTATION: tl.constexpr = SIZES.rotation
     pages, sequences, layer, work = state.pages, state.sequences, state.layer, state.work
-    HEADS: tl.constexpr = HEAD.heads
-    PLANE: tl.constexpr = HEAD.page * WIDTH  # a head's keys or values in a page
-    QKV_COLS: tl.constexpr = HEAD.q_cols + 2 * KV_COLS
-    capacity = pages.row * HEAD.page
+    capacity = pages.row * PAGE
     for task in range(grid.program, here.rows * HEADS * grid.ok, SIZES.programs):
         place = task % here.count
         batch = wide(task // (here.count * HEADS))
@@ -262,8 +262,8 @@ def rotate_and_append(grid, here, state, SIZES: tl.constexpr):
         row = wide(first_row + place)
         fits = (row >= 0) & (row < capacity)
         cache = CacheLayer(state.draft.cache, HEADS * PLANE, 2 * HEADS * PLANE, PLANE, WIDTH)
-        offset = row_offset(cache, pages, batch, row, fits, HEAD.page)
-        sequence, key_ptr = here.count * QKV_COLS, work.products + HEAD.q_cols
+        offset = row_offset(cache, pages, batch, row, fits, PAGE)
+        sequence, key_ptr = here.count * QKV_COLS, work.products + SIZES.head.q_cols
         rotary_append_head(
             NodeHead(place, wide(task // here.count % HEADS), batch, position, offset, fits),
             Projected(
@@ -275,14 +275,10 @@ def rotate_and_append(grid, here, state, SIZES: tl.constexpr):
             cache,
             Turn(layer.inv_freq, layer.rotary_scaling),
             HeadNorms(None, None, 0.0),
+            None,
             work.queries,
             here.count,
-            HEADS,
-            GROUP,
-            WIDTH // 2,
-            0,
-            SIZES.products.qkv_splits,
-            False,
+            ROTATION,
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from eagle_triton.ops.attention_tiles import HeadSizes, KeyLayout, Splits, Tiles
+from eagle_triton.ops.layers.rotary import Rotation
 from eagle_triton.ops.views import Pages
 
 # ------------------------------------------------------------------------------------------- the state and the model
@@ -239,6 +240,7 @@ class Sizes(NamedTuple):
     tree: TreeShape
     scanning: Scanning
     products: ProductTiles
+    rotation: Rotation
     attention: AttentionSizes
     target_width: int
     stops: int
