@@ -22,7 +22,7 @@ from eagle_triton.families.reading.module_reader import ModuleReader, check_fits
 from eagle_triton.families.reading.sharded import outputs_of
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.block_loading import block_drafter_of
-from eagle_triton.models.families import FAMILIES, check_config, shares_keys, text_config
+from eagle_triton.models.families import check_config, shares_keys, text_config
 
 
 def read_assistant(
@@ -62,8 +62,7 @@ def draft_from_assistant(
     UnsupportedModelError for one that does not fit the target.
     """
     check_readable(assistant, root)
-    config = text_config(assistant.config)
-    family, expected = FAMILIES[config.model_type], text_config(target_config)
+    config, expected = text_config(assistant.config), text_config(target_config)
     if expected.model_type != config.model_type or target.ranks is not None:
         got = f"a {expected.model_type}" if target.ranks is None else "shared by several ranks (tp_plan)"
         raise UnsupportedModelError(
@@ -78,7 +77,7 @@ def draft_from_assistant(
     count = len(inner.value("layers", nn.ModuleList))
     if missing := {*config.layer_types[:count]} - sources.keys():
         raise UnsupportedModelError(f"{root} reads {missing.pop()} layers, which the target does not have", "heads")
-    reader = LayerReader(inner, target.dtype, family, config, sources)
+    reader = LayerReader(inner, config, sources)
     layers = tuple(_with_transformers_window(reader.layer(index)) for index in range(count))
     head, norm = read.projection("lm_head"), inner.norm("norm")
     check_fits_target(root, target, config.vocab_size, norm.weight)
