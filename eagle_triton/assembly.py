@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,16 +21,12 @@ from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, own_ea_model, safeailab
-from eagle_triton.families.assistants import block_drafter, draft_from_assistant
-from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.families.reading.block_drafter import read_block_drafter
+from eagle_triton.families.assistants import read_draft
+from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures, notes_on_stored
 from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.families.reading.quantised import note_on_called, with_quantised
-from eagle_triton.models.block_drafter import BlockDrafter
-from eagle_triton.models.block_loading import is_block_assistant
-from eagle_triton.models.families import shares_keys
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
@@ -89,30 +84,19 @@ def read(
     family = family_of(target)
     if family is not None and draft in (target, target.ea_layer):
         return family.read(target)
+    base = target if family is None else target.base_model
     if isinstance(draft, DraftHead) or family_of(draft) is not None:
-        base = target if family is None else target.base_model
         return own_ea_model.read_pair(base, draft if isinstance(draft, DraftHead) else draft.ea_layer)
-    if isinstance(draft, BlockDrafter) or is_block_assistant(draft):
-        base = target if family is None else target.base_model
-        if not isinstance(draft, BlockDrafter):
-            draft = block_drafter(draft, base, names[1])
-        view = read_causal_lm(base, draft.config.feature_layers, root=names[0])
-        return view, read_block_drafter(draft, view, root=names[1])
     if isinstance(draft, Draft) and draft.feature_layers and family in (None, own_ea_model):
-        base = target if family is None else target.base_model
         return read_causal_lm(base, draft.feature_layers, root=names[0]), draft
-    view = read_causal_lm(target, root=names[0]) if family is None else family.read(target)[0]
+    view = read_causal_lm(base, root=names[0]) if family is None else family.read(target)[0]
     if draft is None or isinstance(draft, Draft):
         return view, draft
-    if shares_keys(draft):
-        base = target if family is None else target.base_model
-        view = replace(view, feature_layers=())  # without those of a head
-        return view, draft_from_assistant(draft, view, base.config, tree, root=names[1])
     if isinstance(draft, MTPHead):
         return view, read_mtp(draft, view, tree, root=names[1])
     if not isinstance(draft, nn.Module):
         raise TypeError(f"{names[1]} must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")
-    return view, draft_from_causal_lm(draft, view, tree, root=names[1])
+    return read_draft(draft, view, base, tree, root=names[1])
 
 
 def assemble(

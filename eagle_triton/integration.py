@@ -23,7 +23,7 @@ from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.assistants import read_assistant
+from eagle_triton.families.assistants import read_draft
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.generate import generate_patch_point
 from eagle_triton.families.hf_generate import preparation as hf_generate
@@ -279,7 +279,7 @@ class _Assistants:
             draft = RepeatDraft(NgramSource(wanted.tokens, wanted.ngram))
         else:
             chain, target = TreeSpec.chain(wanted.tokens), self._roots["model"]
-            view, draft = read_assistant(wanted.model, view, target, lambda: chain, wanted.in_blocks)
+            view, draft = read_draft(wanted.model, view, target, lambda: chain, root="assistant_model")
             reading = with_quantised(view, draft, own)
             assert reading.draft is not None
             draft, read, copied = reading.draft, reading.modules, reading.copied
