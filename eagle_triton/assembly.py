@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from eagle_triton.engine.drafts.beams import vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import scoring, scoring_draft_of, with_suffix_drafts
 from eagle_triton.engine.drafts.quantised import quantised_draft
-from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.model_watch import ModelWatch
@@ -34,15 +33,10 @@ from eagle_triton.options import EngineOptions, PatchOptions
 FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
 """The families of EaModels. A module has recognise, read, patch_points, module_patch_points and drop_caches."""
 
-SUFFIX, NGRAM = "suffix", "ngram"  # names of drafts
-SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # tokens of drafts given by name; 15 and the root fill a tile of a product
-
 _COMPUTED_AGAIN = (
     "keys and values of earlier prompts are computed again in 16 bits, where reused ones might change a token; "
     "prefixes=True reuses them"
 )
-
-Options = TypeVar("Options", bound=EngineOptions)
 
 
 class Assembled(NamedTuple):
@@ -57,18 +51,6 @@ class Assembled(NamedTuple):
 def family_of(model: Any) -> ModuleType | None:
     """The family of an EaModel, None for anything else."""
     return next((family for family in FAMILIES if family.recognise(model)), None)
-
-
-def draft_by_name(name: str, options: Options) -> tuple[Draft | None, Options]:
-    """The draft called SUFFIX or NGRAM, and the options, with those that the name implies: suffix drafts are an
-    option."""
-    if name == SUFFIX:
-        return None, options.changed(suffix_drafts=options.suffix_drafts or SUFFIX_DRAFTS)
-    if options.suffix_drafts:
-        raise ValueError(
-            f'draft="{NGRAM}" cannot be combined with suffix_drafts={options.suffix_drafts}: leave one of them out'
-        )
-    return RepeatDraft(NgramSource(NGRAM_DRAFTS)), options
 
 
 def read(
