@@ -88,7 +88,7 @@ def load_pair(
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for its
     head, a draft head or a block drafter, "mtp" for the multi-token-prediction layers stored with the target's weights,
     or the result of `load_mtp`, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts
-    from earlier text, your own `Draft`, or, if the target is a path, the path of a head or a block drafter. A
+    from earlier text, your own `Draft`, or the directory or hub id of a head, a block drafter or an assistant. A
     configuration that drafts without a model needs none. device: where the models must be, None: anywhere. tp_plan: how
     a target given by path is spread over ranks, None: not at all. kernels, cuda_graph: see `PatchOptions`. Raises
     UnsupportedModelError for an unknown model, and ValueError for a draft that does not fit, for models on another
@@ -97,7 +97,7 @@ def load_pair(
     choice, config = choose_draft(draft_model, target_model, config)
     target, tokenizer = target_in_memory(target_model, choice, config, device, tp_plan)
     base = target if family_of(target) is None else target.base_model
-    if choice.kind == "head":
+    if choice.kind == "head" and target is not target_model:
         choice = OWN_HEAD  # it was loaded with the target
     draft = load_draft(choice, target, "target_model")
     if draft is None and needs_model(config):
@@ -287,11 +287,6 @@ def target_in_memory(
         return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
         raise ValueError("tp_plan needs target_model as a path: a loaded model cannot be spread over ranks")
-    if choice.kind in ("head", "block drafter"):
-        raise TypeError(
-            f"draft_model is a path, so target_model must be one too: got {choice.place!r} and a loaded "
-            f"{type(target_model).__name__} (beside a loaded model, only suffix, ngram and mtp may be names)"
-        )
     if not isinstance(target_model, nn.Module):
         raise TypeError(
             f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"
