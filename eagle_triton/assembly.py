@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from eagle_triton.engine.drafts.beams import vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import scoring, scoring_draft_of, with_suffix_drafts
 from eagle_triton.engine.drafts.quantised import quantised_draft
-from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.model_watch import ModelWatch
@@ -22,16 +20,12 @@ from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, own_ea_model, safeailab
-from eagle_triton.families.assistants import block_drafter, draft_from_assistant
-from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.families.reading.block_drafter import read_block_drafter
+from eagle_triton.families.assistants import read_draft
+from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures, notes_on_stored
 from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.families.reading.quantised import note_on_called, with_quantised
-from eagle_triton.models.block_drafter import BlockDrafter
-from eagle_triton.models.block_loading import is_block_assistant
-from eagle_triton.models.families import shares_keys
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
@@ -39,15 +33,10 @@ from eagle_triton.options import EngineOptions, PatchOptions
 FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
 """The families of EaModels. A module has recognise, read, patch_points, module_patch_points and drop_caches."""
 
-SUFFIX, NGRAM = "suffix", "ngram"  # names of drafts
-SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # tokens of drafts given by name; 15 and the root fill a tile of a product
-
 _COMPUTED_AGAIN = (
     "keys and values of earlier prompts are computed again in 16 bits, where reused ones might change a token; "
     "prefixes=True reuses them"
 )
-
-Options = TypeVar("Options", bound=EngineOptions)
 
 
 class Assembled(NamedTuple):
@@ -64,18 +53,6 @@ def family_of(model: Any) -> ModuleType | None:
     return next((family for family in FAMILIES if family.recognise(model)), None)
 
 
-def draft_by_name(name: str, options: Options) -> tuple[Draft | None, Options]:
-    """The draft called SUFFIX or NGRAM, and the options, with those that the name implies: suffix drafts are an
-    option."""
-    if name == SUFFIX:
-        return None, options.changed(suffix_drafts=options.suffix_drafts or SUFFIX_DRAFTS)
-    if options.suffix_drafts:
-        raise ValueError(
-            f'draft="{NGRAM}" cannot be combined with suffix_drafts={options.suffix_drafts}: leave one of them out'
-        )
-    return RepeatDraft(NgramSource(NGRAM_DRAFTS)), options
-
-
 def read(
     target: Any, draft: Any, tree: Callable[[], TreeSpec], names: tuple[str, str] = ("model", "draft")
 ) -> tuple[ModelView, Draft | None]:
@@ -89,30 +66,19 @@ def read(
     family = family_of(target)
     if family is not None and draft in (target, target.ea_layer):
         return family.read(target)
+    base = target if family is None else target.base_model
     if isinstance(draft, DraftHead) or family_of(draft) is not None:
-        base = target if family is None else target.base_model
         return own_ea_model.read_pair(base, draft if isinstance(draft, DraftHead) else draft.ea_layer)
-    if isinstance(draft, BlockDrafter) or is_block_assistant(draft):
-        base = target if family is None else target.base_model
-        if not isinstance(draft, BlockDrafter):
-            draft = block_drafter(draft, base, names[1])
-        view = read_causal_lm(base, draft.config.feature_layers, root=names[0])
-        return view, read_block_drafter(draft, view, root=names[1])
     if isinstance(draft, Draft) and draft.feature_layers and family in (None, own_ea_model):
-        base = target if family is None else target.base_model
         return read_causal_lm(base, draft.feature_layers, root=names[0]), draft
-    view = read_causal_lm(target, root=names[0]) if family is None else family.read(target)[0]
+    view = read_causal_lm(base, root=names[0]) if family is None else family.read(target)[0]
     if draft is None or isinstance(draft, Draft):
         return view, draft
-    if shares_keys(draft):
-        base = target if family is None else target.base_model
-        view = replace(view, feature_layers=())  # without those of a head
-        return view, draft_from_assistant(draft, view, base.config, tree, root=names[1])
     if isinstance(draft, MTPHead):
         return view, read_mtp(draft, view, tree, root=names[1])
     if not isinstance(draft, nn.Module):
         raise TypeError(f"{names[1]} must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")
-    return view, draft_from_causal_lm(draft, view, tree, root=names[1])
+    return read_draft(draft, view, base, tree, root=names[1])
 
 
 def assemble(

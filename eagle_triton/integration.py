@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import NamedTuple, Unpack  # Python 3.10 has no Unpack and no generic NamedTuple
 
 from eagle_triton import patching
-from eagle_triton.assembly import NGRAM, SUFFIX, Assembled, assemble, draft_by_name, family_of
-from eagle_triton.demo import path_of
+from eagle_triton.assembly import Assembled, assemble, family_of
+from eagle_triton.draft_choice import NGRAM, SUFFIX, choose_given, load_draft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
@@ -23,18 +23,12 @@ from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.assistants import read_assistant
-from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.families.assistants import read_draft
 from eagle_triton.families.generate import generate_patch_point
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
 from eagle_triton.families.reading.experts import blocks_read
 from eagle_triton.families.reading.quantised import with_quantised
-from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
-from eagle_triton.models.families import text_config
-from eagle_triton.models.head_loading import fit_head, load_head
-from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id, is_assistant, load_assistant
-from eagle_triton.models.mtp import MTP, load_mtp, tensor_names
 from eagle_triton.options import PatchOptionNames, PatchOptions, candidates_of, check_nodes
 from eagle_triton.patching import Originals, PatchError
 from eagle_triton.values import check_switches, checked_integer
@@ -206,7 +200,8 @@ def optimize_with_triton(
         raise UnsupportedModelError(f"{type(model).__name__} is an EaModel: call optimize_eagle_with_triton")
     if config.has_tree and draft in (None, SUFFIX, NGRAM):
         raise ValueError(f"topk, num_steps and num_draft_tokens need a draft model, got draft={draft!r}")
-    drafts, config = _loaded_draft(draft, model, config)
+    choice, config = choose_given(draft, config)
+    drafts = load_draft(choice, model)
     if config.has_tree and isinstance(drafts, Draft) and not drafts.any_tree:
         raise ValueError(f"topk, num_steps and num_draft_tokens: {type(drafts).__name__} drafts its own tree only")
     roots: dict[str, nn.Module] = {"model": model}
@@ -236,15 +231,6 @@ def optimize_with_triton(
 
     patch_points = hf_generate.patch_points(model, Drafting(engine, read_tree), assistants)
     return _patched(model, patch_points, clear, assembled)
-
-
-def _loaded_draft(draft: Any, model: Any, config: TritonConfig) -> tuple[Any, TritonConfig]:
-    """The draft, loaded if needed, and the options, with those that its name implies."""
-    if draft in (SUFFIX, NGRAM):
-        return draft_by_name(draft, config)
-    if draft == MTP:
-        return load_mtp(model), config
-    return _head_at(draft, model) if isinstance(draft, (str, Path)) else draft, config
 
 
 class _Assistants:
@@ -279,7 +265,7 @@ class _Assistants:
             draft = RepeatDraft(NgramSource(wanted.tokens, wanted.ngram))
         else:
             chain, target = TreeSpec.chain(wanted.tokens), self._roots["model"]
-            view, draft = read_assistant(wanted.model, view, target, lambda: chain, wanted.in_blocks)
+            view, draft = read_draft(wanted.model, view, target, lambda: chain, root="assistant_model")
             reading = with_quantised(view, draft, own)
             assert reading.draft is not None
             draft, read, copied = reading.draft, reading.modules, reading.copied
@@ -326,24 +312,6 @@ def restore(model: ModelT, originals: Originals | None = None) -> ModelT:
 def restore_eagle(model: ModelT, originals: Originals | None = None) -> ModelT:
     """The older name of `restore`."""
     return restore(model, originals)
-
-
-def _head_at(draft: str | Path, model: Any) -> nn.Module:
-    """Load a head, a block drafter or an assistant from its directory or hub id, to the target's device and dtype."""
-    path = path_of(draft, HEAD_FOLDERS[True])
-    if not path or not (Path(path).is_dir() or "/" in path):
-        raise ValueError(
-            "draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head, a block drafter or an "
-            f"assistant, a Draft or a model, got {draft!r}"
-        )
-    read_causal_lm(model)  # raises unless it can be a target
-    path = directory_or_hub_id("draft", path)
-    names = tensor_names(path)
-    if is_assistant(names):
-        return load_assistant(path, model)
-    if is_block_drafter(names):
-        return fit_block_drafter(load_block_drafter(path, text_config(model.config)), model)
-    return fit_head(load_head(path, None, text_config(model.config), {}), model)
 
 
 def _configuration(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:

@@ -290,6 +290,18 @@ def test_a_smaller_vocabulary_drafts_what_a_drafter_with_it_drafts(kind):
     assert drafts[0] == drafts[1] and any(drafts[0])
 
 
+def test_a_target_with_a_head_has_the_features_of_the_model_that_drafts():
+    model, prompts = tiny_model(vocab=VOCAB, layers=LAYERS, seed=2), [[1, 2, 3], [5, 4]]
+    assert model.feature_layers
+    for draft, layers in ((block_drafter(shifted=True), (1, 3, 4)), (model.base_model, ())):
+        found = []
+        for beside in (model, model.base_model):
+            inference = EAGLEInference(draft, beside, EAGLEConfig(fallback=False))
+            assert inference.pair.view.feature_layers == layers
+            found.append([(p.tokens, p.drafts) for p in inference.stream(prompts, 8, report_drafts=True)])
+        assert found[0] == found[1] and any(drafts for _, drafts in found[0])
+
+
 def test_the_draft_of_a_proposer_reads_the_layers_that_it_was_made_for():
     model, drafter = target(2), block_drafter(shifted=True)
     options = SpeculativeConfig(method="dflash", num_speculative_tokens=4)
@@ -534,6 +546,12 @@ def test_what_cannot_be_drafted_is_refused():
         EAGLEInference(block_drafter(), model, EAGLEConfig(egag=EGAGConfig()))
     with pytest.raises(UnsupportedModelError, match="dtype torch.float16"):
         EAGLEInference(block_drafter().half(), model)
+    for changes, message in (
+        (dict(feature_layers=(2, 6)), r"draft_model: .*reads the inputs of layers \[2, 6\], the target has 6 layers"),
+        (dict(hidden_size=32), "draft_model: .*hidden_size is 32, but 64 in the target"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            EAGLEInference(block_drafter(**changes), model)
     with pytest.raises(ValueError, match="method dflash does not draft with CausalLMDraft; its method is draft_model"):
         EAGLEInference(model, model, EAGLEConfig(speculative=SpeculativeConfig(method="dflash")))
 
@@ -675,7 +693,7 @@ def test_an_assistant_of_transformers_that_does_not_fit_is_refused(muse):
             texts_of(muse, assistant_model=module, **DFLASH)
     module = assistant()
     with optimize_with_triton(muse, None, TritonConfig(strict=True))[1]:
-        with pytest.raises(ValueError, match="'muse_glimmer_assistant' is not supported"):
+        with pytest.raises(ValueError, match="MuseGlimmerAssistantModel needs speculation_type='dflash'"):
             texts_of(muse, assistant_model=module)
         with pytest.raises(ValueError, match="speculation_type"):
             texts_of(muse, assistant_model=muse, **DFLASH)

@@ -8,10 +8,11 @@ from torch import nn
 
 from eagle_triton import EAGLEConfig
 from eagle_triton.demo import path_of
+from eagle_triton.draft_choice import NOTHING, OWN_HEAD, OWN_LAYERS, choose_at, choose_given
 from eagle_triton.engine.drafts.repeats import RepeatDraft
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.inference import load as loading
-from eagle_triton.inference.load import NOTHING, OWN_HEAD, OWN_LAYERS, choose_draft
+from eagle_triton.inference.load import choose_draft
 
 PLAIN, WITH_HEAD = nn.Linear(1, 1), nn.Linear(1, 1)
 WITH_HEAD.ea_layer = nn.Linear(1, 1)
@@ -78,6 +79,25 @@ def test_what_is_handed_in():
     assert found == NOTHING and config.suffix_drafts == 15
     with pytest.raises(ValueError, match="method suffix drafts without a model"):
         choice(PLAIN, "demo", SpeculativeConfig("suffix"))
+
+
+@pytest.mark.parametrize("argument", ["draft", "draft_model"])
+def test_a_draft_by_a_wrong_name_is_refused_by_its_argument(argument, tmp_path):
+    (tmp_path / "file").write_text("")
+    for draft, error, message in (
+        ("sufix", ValueError, f"{argument} must be suffix, ngram, mtp, .* got 'sufix'"),
+        (str(tmp_path / "missing"), FileNotFoundError, "draft: .*missing' does not exist"),
+        (tmp_path / "file", ValueError, "draft: expected a directory or a hub id, .*file' is a file"),
+        ("ngram", ValueError, f'{argument}="ngram" cannot be combined with suffix_drafts=4: leave one of them out'),
+    ):
+        with pytest.raises(error, match=message):
+            choose_given(draft, EAGLEConfig(suffix_drafts=4), argument)
+
+
+def test_files_that_cannot_be_read_are_left_to_the_loader(tmp_path):
+    """It names the draft."""
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    assert choose_at(tmp_path) == ("head", str(tmp_path)) and choose_at(tmp_path, "model") == ("model", str(tmp_path))
 
 
 def test_a_target_by_its_hub_id_alone_comes_in_the_dtype_that_it_names(monkeypatch):

@@ -255,7 +255,7 @@ def test_named_drafts_take_the_options_that_they_read(model):
     for name, config, message in (
         ("suffix", SpeculativeConfig("eagle"), r'draft_model="suffix" and speculative \(method eagle\) both'),
         ("ngram", SpeculativeConfig("suffix"), r'draft_model="ngram" and speculative \(method suffix\) both'),
-        ("ngram", EAGLEConfig(suffix_drafts=4), 'draft="ngram" cannot be combined with suffix_drafts=4'),
+        ("ngram", EAGLEConfig(suffix_drafts=4), 'draft_model="ngram" cannot be combined with suffix_drafts=4'),
         ("ngram", EAGLEConfig(topk=2), "topk: RepeatDraft drafts its own tree only"),
         ("suffix", EAGLEConfig(num_draft_tokens="auto"), "num_draft_tokens: no draft model is given"),
     ):

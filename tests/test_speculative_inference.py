@@ -15,6 +15,7 @@ from eagle_triton.demo import demo_directory, demo_prompts
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.inference.costs import CostTable
+from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.models.target import cache_argument
 from tests.test_speculative_session import finish
@@ -621,7 +622,7 @@ def test_models_that_do_not_fit_are_refused():
         (other.ea_layer, model.base_model, None, ValueError, "vocabulary"),
         (None, model.base_model, None, ValueError, "the target has no head"),
         (model.ea_layer, 7, None, TypeError, "target_model"),
-        ("some/head", model.base_model, None, TypeError, "draft_model is a path, so target_model must be one too"),
+        ("./missing", model.base_model, None, FileNotFoundError, "draft: './missing' does not exist"),
         (None, model, EAGLEConfig(topk=21), ValueError, "topk .* must be at most .*, the draft's vocabulary"),
         (torch.nn.Linear(2, 2), model.base_model, None, ValueError, "causal language model"),
         (None, "./missing", None, FileNotFoundError, "missing"),
@@ -707,6 +708,18 @@ def test_a_head_and_its_target_by_their_paths(head, target):
     assert eagle.statistics.tau > 2
     chain = EAGLEInference(None, target, SpeculativeConfig("eagle", model=place, num_speculative_tokens=3), "cpu")
     assert type(chain.pair.draft_model) is type(eagle.pair.draft_model)
+
+
+@pytest.mark.parametrize("loaded", ["EaModel", "plain"])
+def test_a_draft_by_its_path_has_the_dtype_of_a_loaded_target(loaded):
+    """An EaModel's own head, EAGLE-3, does not draft then."""
+    model = EaModel.from_pretrained("demo", dtype=torch.bfloat16)
+    target = model if loaded == "EaModel" else model.base_model
+    for draft, kind in ((demo_directory("eagle1"), Eagle1Head), ("demo-block", BlockDrafter)):
+        eagle = EAGLEInference(draft, target, FIXED, tokenizer=model.tokenizer)
+        assert isinstance(eagle.pair.draft_model, kind) and eagle.pair.draft.fc.weight.dtype == torch.bfloat16
+        eagle.generate(demo_prompts(1), 24)
+        assert eagle.statistics.tau > 1.5
 
 
 @pytest.mark.parametrize("head", ["eagle3", "eagle1"])

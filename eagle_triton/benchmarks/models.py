@@ -28,6 +28,7 @@ from eagle_triton.benchmarks.quantised import round_target
 from eagle_triton.command_line import holds_target, sentence, too_long
 from eagle_triton.demo import demo_prompts, path_of
 from eagle_triton.devices import choose_threads, processes
+from eagle_triton.draft_choice import DraftChoice, load_draft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.grammar import GrammarCompiler, compiler_for
@@ -35,8 +36,6 @@ from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models import loading
 from eagle_triton.models.block_drafter import BlockDrafter
-from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
-from eagle_triton.models.families import text_config
 from eagle_triton.models.shapes import SHAPES, random_block_drafter, random_model
 from eagle_triton.options import EngineOptions
 
@@ -114,7 +113,7 @@ def load_block(path: str | None, target: Any) -> BlockDrafter | None:
     if path is None:
         return None
     try:
-        return fit_block_drafter(load_block_drafter(path_of(path), text_config(target.config)), target)
+        return load_draft(DraftChoice("block drafter", path_of(path)), target)
     except (ValueError, OSError) as error:
         raise ValueError(f"--block-drafter {path} cannot be loaded: {sentence(error)}") from error
 

@@ -19,15 +19,13 @@ from eagle_triton.cli.settings import METHODS, ON_ENGINE, READERS, Settings
 from eagle_triton.comparison.answer import OWN_FORWARD, Answer, Counts, Step, Steps, open_session, session_steps, take
 from eagle_triton.demo import BLOCK, DRAFT, PAIR, path_of
 from eagle_triton.devices import choose_threads, find_device
+from eagle_triton.draft_choice import DraftChoice, load_draft
 from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.inference.text import TextStream
 from eagle_triton.models.block_drafter import BlockDrafter
-from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
-from eagle_triton.models.families import text_config
-from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.loading import HEAD_FOLDERS, is_saved_pair, locate, saved_target
 from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative_decoding.readers import max_positions
@@ -85,16 +83,16 @@ class Decoder:
         return EAGLEInference(None, self._places[0], config, self._device)
 
     @cached_property
-    def _places(self) -> tuple[str | nn.Module, str | None, bool | None]:
-        """The target or its path; its head's path, `MTP` for layers that were saved with the target, None for no head;
-        and whether that is an EAGLE-3 head (None: its weights decide)."""
+    def _places(self) -> tuple[str | nn.Module, str | None]:
+        """The target or its path; and its head's path, `MTP` for layers that were saved with the target, None for no
+        head."""
         target, head = self._target_given, self._head_given
         if isinstance(target, nn.Module):
-            return target, head, None
+            return target, head
         if head is None and is_saved_pair(target):
-            return locate(target, None, None)
+            return locate(target, None, None)[:2]
         place = saved_target(target)
-        return place, MTP if head is None and has_mtp(place) else head, None
+        return place, MTP if head is None and has_mtp(place) else head
 
     @property
     def target(self) -> Any:
@@ -133,7 +131,7 @@ class Decoder:
     @cached_property
     def head(self) -> Any:
         """The target's head, or `MTP`. Raises ValueError if there is none."""
-        _, place, eagle3 = self._places
+        _, place = self._places
         if place is None:
             raise ValueError(
                 f"head: none is beside the target {self._target_given!s:.60}; eagle and hybrid need a directory or "
@@ -141,7 +139,7 @@ class Decoder:
             )
         if place == MTP:
             return MTP
-        return fit_head(load_head(path_of(place, HEAD_FOLDERS[True]), eagle3, self.target.config, {}), self.target)
+        return load_draft(DraftChoice("head", path_of(place, HEAD_FOLDERS[True])), self.target)
 
     @cached_property
     def block_drafter(self) -> BlockDrafter:
@@ -149,8 +147,7 @@ class Decoder:
         if self._block_drafter_given is None:
             raise ValueError("block_drafter: none was given; block and block_tree need a directory or hub id of one")
         place = path_of(self._block_drafter_given, HEAD_FOLDERS[True])  # for "demo" its head, which is then refused
-        drafter = load_block_drafter(place, text_config(self.target.config))
-        return fit_block_drafter(drafter, self.target)
+        return load_draft(DraftChoice("block drafter", place), self.target)
 
     # --- decoding ---
 

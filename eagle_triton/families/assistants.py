@@ -1,4 +1,4 @@
-"""Assistants of transformers as drafts: Gemma 4's, which read their target's keys and values, and block drafters."""
+"""Models as drafts of another one. In this file: Gemma 4's assistants, which read their target's keys and values."""
 
 from __future__ import annotations
 
@@ -21,36 +21,39 @@ from eagle_triton.families.reading.block_drafter import read_block_drafter
 from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
 from eagle_triton.families.reading.sharded import outputs_of
 from eagle_triton.models.block_drafter import BlockDrafter
-from eagle_triton.models.block_loading import block_drafter_of
-from eagle_triton.models.families import FAMILIES, check_config, shares_keys, text_config
+from eagle_triton.models.block_loading import block_drafter_of, check_fits, is_block_assistant
+from eagle_triton.models.families import check_config, shares_keys, text_config
 
 
-def read_assistant(
-    assistant: nn.Module, view: ModelView, target: Any, tree: Callable[[], TreeSpec], in_blocks: bool
+def read_draft(
+    model: nn.Module, view: ModelView, target: Any, tree: Callable[[], TreeSpec], *, root: str = "draft"
 ) -> tuple[ModelView, Draft]:
-    """The `assistant_model` of a call as a draft, and the target's view with the features that the draft reads.
+    """A model as the draft of a target, and the target's view with the features that this draft reads.
 
-    view: of the target. tree: for drafts without a tree of their own. in_blocks: whether it is a block drafter. Raises
-    UnsupportedModelError if it does not fit.
+    model: a block drafter, ours or one of transformers; an assistant that reads its target's keys and values; or a
+    causal language model. view: of `target`, the Hugging Face model. tree: for drafts without a tree of their own.
+    root: the draft's name in messages. Raises UnsupportedModelError for a model that is unknown or does not fit.
     """
-    name = "assistant_model"
-    if in_blocks:
-        drafter = block_drafter(assistant, target, name)
+    if isinstance(model, BlockDrafter) or is_block_assistant(model):
+        drafter = _block_drafter(model, target, root)
         view = replace(view, feature_layers=drafter.config.feature_layers)
-        return view, read_block_drafter(drafter, view, root=name)
-    if shares_keys(assistant):
-        view = replace(view, feature_layers=())
-        return view, draft_from_assistant(assistant, view, target.config, tree, root=name)
-    return view, draft_from_causal_lm(assistant, view, tree, root=name)
+        return view, read_block_drafter(drafter, view, root=root)
+    view = replace(view, feature_layers=())  # without those of a head
+    if shares_keys(model):
+        return view, draft_from_assistant(model, view, target.config, tree, root=root)
+    return view, draft_from_causal_lm(model, view, tree, root=root)
 
 
-def block_drafter(assistant: nn.Module, target: Any, name: str) -> BlockDrafter:
-    """A block drafter of transformers as one of ours. Raises UnsupportedModelError, with its name, if it does not fit
-    the target."""
+def _block_drafter(model: nn.Module, target: Any, root: str) -> BlockDrafter:
+    """A block drafter, ours or one of transformers, as one of ours that fits the target."""
+    config = text_config(target.config)
     try:
-        return block_drafter_of(assistant, text_config(target.config))
+        if not isinstance(model, BlockDrafter):
+            return block_drafter_of(model, config)
+        check_fits(model.config, config)
     except ValueError as error:
-        raise UnsupportedModelError(f"{name}: {error}", "block-drafters") from error
+        raise UnsupportedModelError(f"{root}: {error}", "block-drafters") from error
+    return model
 
 
 def draft_from_assistant(
@@ -62,8 +65,7 @@ def draft_from_assistant(
     UnsupportedModelError for one that does not fit the target.
     """
     check_readable(assistant, root)
-    config = text_config(assistant.config)
-    family, expected = FAMILIES[config.model_type], text_config(target_config)
+    config, expected = text_config(assistant.config), text_config(target_config)
     if expected.model_type != config.model_type or target.ranks is not None:
         got = f"a {expected.model_type}" if target.ranks is None else "shared by several ranks (tp_plan)"
         raise UnsupportedModelError(
@@ -78,7 +80,7 @@ def draft_from_assistant(
     count = len(inner.value("layers", nn.ModuleList))
     if missing := {*config.layer_types[:count]} - sources.keys():
         raise UnsupportedModelError(f"{root} reads {missing.pop()} layers, which the target does not have", "heads")
-    reader = LayerReader(inner, target.dtype, family, config, sources)
+    reader = LayerReader(inner, config, sources)
     layers = tuple(_with_transformers_window(reader.layer(index)) for index in range(count))
     head, norm = read.projection("lm_head"), inner.norm("norm")
     check_fits_target(root, target, config.vocab_size, norm.weight)

@@ -29,6 +29,7 @@ from eagle_triton.families.reading.module_reader import (
 )
 from eagle_triton.families.reading.sharded import ranks_of, styles_of
 from eagle_triton.models.families import (
+    FAMILIES,
     Family,
     check_config,
     family_of,
@@ -93,7 +94,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     embedding = inner.target_embedding("embed_tokens")
     check_dtype(embedding.dtype, f"{where}.embed_tokens.weight")
     read, inner = (replace(reader, dtype=embedding.dtype) for reader in (read, inner))
-    layers = tuple(map(LayerReader(inner, embedding.dtype, family, config).layer, range(len(body.layers))))
+    layers = tuple(map(LayerReader(inner, config).layer, range(len(body.layers))))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
@@ -290,19 +291,13 @@ def _check_shared_experts(view: ModelView, where: str) -> None:
 class LayerReader:
     """Reads the layers of a body."""
 
-    def __init__(
-        self,
-        body: ModuleReader,
-        dtype: torch.dtype,
-        family: Family,
-        config: Any,
-        sources: Mapping[str, int] | None = None,
-    ):
-        """body: the module with the layers. dtype: the model's. sources: for a model with layers that all read keys and
-        values of another model's, these layers by kind."""
-        self._sources = sources
-        self._body, self._dtype, self._family, self._config = body, dtype, family, config
-        self._rotary = body.at(family.rotary)
+    def __init__(self, body: ModuleReader, config: Any, sources: Mapping[str, int] | None = None):
+        """body: reads the module with the layers; its dtype is the model's. config: of the language model. sources: for
+        a model with layers that all read keys and values of another model's, these layers by kind."""
+        assert body.dtype is not None
+        self._body, self._dtype, self._config, self._sources = body, body.dtype, config, sources
+        self._family = FAMILIES[config.model_type]
+        self._rotary = body.at(self._family.rotary)
         self._local_rotary = getattr(body.module, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
         self._rotaries: dict[tuple[str | None, float | None], Rotary] = {}  # by kind of layer and theta
 
@@ -320,7 +315,7 @@ class LayerReader:
             post_norm=post_norm,
             mlp=read_experts(mlp.module, self._dtype, root=mlp.path, styles=mlp.styles)
             if is_mixture(mlp.module)
-            else read.mlp(family.mlp, family.gate_up, family.mlp_projections),
+            else read.mlp(family.mlp, family),
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=read.factor(family.update_scale),
@@ -399,14 +394,10 @@ class LayerReader:
             num_kv_heads=heads // attention.value("num_key_value_groups", int),
             head_dim=attention.module.head_dim,
             scale=attention.value("scaling", (float, int)) * attention.factor(family.query_scale),
-            gate=family.gate,
-            norms=family.head_norms,
-            norm_last=family.norm_last,
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
-            packed=family.qkv,
-            output=family.output,
             softcap=_score_cap(config, family),
             reads_layer=self._reads_layer(index),
+            family=family,
         )
 
     def _rotary_of(self, index: int, kinds: Sequence[str] | None) -> Rotary:

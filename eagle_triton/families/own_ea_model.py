@@ -88,7 +88,6 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
                 num_heads=sizes.num_attention_heads,
                 num_kv_heads=sizes.num_key_value_heads,
                 head_dim=sizes.head_dim,
-                scale=sizes.head_dim**-0.5,
                 sliding_window=sizes.sliding_window,
             )
             for path in paths

@@ -139,14 +139,12 @@ def _layer(read: ModuleReader, path: str) -> Layer:
     experts = _experts(layer.module)
     if experts is None:
         check_tensor_parallel(layer.module.mlp, f"{layer.path}.mlp")
-    head_dim = attention.value("head_dim", int)
     return read.layer(
         path,
         _rotary(attention if hasattr(attention.module, "rotary_emb") else read.at("base_model.model")),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
+        head_dim=attention.value("head_dim", int),
         mlp=experts,
     )
 

@@ -102,12 +102,12 @@ class EAGLEInference:
     ) -> None:
         """draft_model: an EAGLE head, an EaModel for its head, a block drafter, a causal language model with the
         target's vocabulary, "mtp" or the result of `load_mtp`, "suffix" or "ngram" for drafts from earlier text, your
-        own `Draft`, or the path of a head or block drafter if target_model is a path; None for the target's own head,
-        or if the configuration drafts without a model. target_model: an EaModel, a Hugging Face causal language model,
-        or the path of one. config: a `SpeculativeConfig` means an EAGLEConfig with it as `speculative`. device: None
-        takes config.device. tokenizer: for prompts and output as text; None takes the target's.
-        kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to use, None: the package's own. tp_plan:
-        "auto" spreads a target given by path over the ranks that torchrun started.
+        own `Draft`, or the directory or hub id of a head, a block drafter or an assistant; None for the target's own
+        head, or if the configuration drafts without a model. target_model: an EaModel, a Hugging Face causal language
+        model, or the path of one. config: a `SpeculativeConfig` means an EAGLEConfig with it as `speculative`. device:
+        None takes config.device. tokenizer: for prompts and output as text; None takes the target's. kernels,
+        cuda_graph: as for `EagleTritonConfig`. costs: cost tables to use, None: the package's own. tp_plan: "auto"
+        spreads a target given by path over the ranks that torchrun started.
 
         The models are not changed. Raises ValueError (or UnsupportedModelError, a kind of it) for models that are not
         supported, do not fit, or are on another device.

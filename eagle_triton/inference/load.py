@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from eagle_triton.assembly import NGRAM, SUFFIX, assemble, draft_by_name, family_of
-from eagle_triton.demo import DRAFT, path_of
+from eagle_triton.assembly import assemble, family_of
+from eagle_triton.demo import path_of
+from eagle_triton.draft_choice import (
+    NGRAM,
+    NOTHING,
+    OWN_HEAD,
+    OWN_LAYERS,
+    SUFFIX,
+    DraftChoice,
+    choose_at,
+    choose_given,
+    load_draft,
+)
 from eagle_triton.engine.drafts.beams import BeamDraft, ScoringDraft
 from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
@@ -24,22 +35,18 @@ from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.proposers import needs_model, propose_with
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
-from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.families import text_config
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.loading import (
-    HEAD_FOLDERS,
-    is_assistant,
     is_saved_pair,
-    load_assistant,
     load_target,
     load_tokenizer,
     locate,
     read_target_config,
     saved_target,
 )
-from eagle_triton.models.mtp import MTP, has_mtp, load_mtp, tensor_names
+from eagle_triton.models.mtp import has_mtp
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ def load_pair(
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for its
     head, a draft head or a block drafter, "mtp" for the multi-token-prediction layers stored with the target's weights,
     or the result of `load_mtp`, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts
-    from earlier text, your own `Draft`, or, if the target is a path, the path of a head or a block drafter. A
+    from earlier text, your own `Draft`, or the directory or hub id of a head, a block drafter or an assistant. A
     configuration that drafts without a model needs none. device: where the models must be, None: anywhere. tp_plan: how
     a target given by path is spread over ranks, None: not at all. kernels, cuda_graph: see `PatchOptions`. Raises
     UnsupportedModelError for an unknown model, and ValueError for a draft that does not fit, for models on another
@@ -90,7 +97,9 @@ def load_pair(
     choice, config = choose_draft(draft_model, target_model, config)
     target, tokenizer = target_in_memory(target_model, choice, config, device, tp_plan)
     base = target if family_of(target) is None else target.base_model
-    draft = draft_in_memory(choice, target, base)
+    if choice.kind == "head" and target is not target_model:
+        choice = OWN_HEAD  # it was loaded with the target
+    draft = load_draft(choice, target, "target_model")
     if draft is None and needs_model(config):
         raise _without_draft(base, config)
     roots = {"target_model": target}
@@ -202,47 +211,15 @@ def _stop_ids(tokenizer: Any | None, view: ModelView) -> frozenset[int]:
 # --- which draft is meant, before anything is loaded ---
 
 
-class DraftChoice(NamedTuple):
-    """Where a draft comes from.
-
-    kind: "nothing": no model drafts, but the configuration may draft from repetition. "in memory": `place` is a head,
-    an EaModel for its head, MTP layers, a language model or a `Draft`. "own head": the target is an EaModel, or a
-    directory with a target and heads. "head", "block drafter", "assistant" (see load_assistant), "layers" (of
-    multi-token prediction) and "model" (a causal language model) are at the path `place`; without a path, layers are
-    stored with the target's weights.
-    """
-
-    kind: Literal["nothing", "in memory", "own head", "head", "block drafter", "assistant", "layers", "model"]
-    place: Any = None
-
-
-NOTHING, OWN_HEAD, OWN_LAYERS = DraftChoice("nothing"), DraftChoice("own head"), DraftChoice("layers")
-
-
 def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
     """The draft that is meant, and the configuration, with what the draft's name implies. Arguments: see `load_pair`.
 
     Raises ValueError if draft and configuration contradict each other.
     """
-    if isinstance(draft_model, str) and draft_model in (SUFFIX, NGRAM):
-        return _repeating(draft_model, config)
     if draft_model is None:
         return _by_configuration(target_model, config), config
     _check_may_be_given(draft_model, config)
-    if draft_model == MTP:
-        return OWN_LAYERS, config
-    if isinstance(draft_model, (str, Path)):
-        return _head_at(str(draft_model)), config
-    return DraftChoice("in memory", draft_model), config
-
-
-def _repeating(name: str, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
-    """Drafts from repetition, by name. A head of the target is not used."""
-    if config.speculative is not None:
-        method = config.speculative.method
-        raise ValueError(f'draft_model="{name}" and speculative (method {method}) both choose how to draft: give one')
-    draft, config = draft_by_name(name, config)
-    return NOTHING if draft is None else DraftChoice("in memory", draft), config
+    return choose_given(draft_model, config, "draft_model")
 
 
 def _check_may_be_given(draft_model: Any, config: EAGLEConfig) -> None:
@@ -250,6 +227,10 @@ def _check_may_be_given(draft_model: Any, config: EAGLEConfig) -> None:
     options = config.speculative
     if options is None:
         return
+    if isinstance(draft_model, str) and draft_model in (SUFFIX, NGRAM):
+        raise ValueError(
+            f'draft_model="{draft_model}" and speculative (method {options.method}) both choose how to draft: give one'
+        )
     if not needs_model(config) and not isinstance(draft_model, Draft):
         raise ValueError(
             f"draft_model: method {options.method} drafts without a model; to combine both in one tree, leave out "
@@ -271,8 +252,8 @@ def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
     if options.method in (SpecMethod.MTP, SpecMethod.HYBRID):
         return DraftChoice("layers", path_of(options.model))
     if options.method is SpecMethod.DRAFT_MODEL:
-        return _model_at(path_of(options.model, "target"))
-    return _head_at(options.model)
+        return choose_at(options.model, "model")
+    return choose_at(options.model)
 
 
 def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
@@ -292,28 +273,7 @@ def comes_with_draft(path: str) -> bool:
     return is_saved_pair(path) or has_mtp(path_of(path))
 
 
-def _head_at(path: str) -> DraftChoice:
-    if path == DRAFT:
-        options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
-        raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, not a head: use {options}')
-    place = path_of(path, HEAD_FOLDERS[True])
-    names = tensor_names(place)
-    if is_block_drafter(names):
-        return DraftChoice("block drafter", place)
-    return DraftChoice("assistant", place) if is_assistant(names) else DraftChoice("head", path)
-
-
-def _model_at(place: str) -> DraftChoice:
-    try:
-        assistant = is_assistant(tensor_names(place))
-    except ValueError:  # unreadable files; loading them raises an error that names the draft
-        assistant = False
-    return DraftChoice("assistant" if assistant else "model", place)
-
-
 # --- loading ---
-
-NAMES = "target", "draft"  # names of paths in messages
 
 
 def target_in_memory(
@@ -327,11 +287,6 @@ def target_in_memory(
         return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
         raise ValueError("tp_plan needs target_model as a path: a loaded model cannot be spread over ranks")
-    if choice.kind in ("head", "block drafter"):
-        raise TypeError(
-            f"draft_model is a path, so target_model must be one too: got {choice.place!r} and a loaded "
-            f"{type(target_model).__name__} (beside a loaded model, only suffix, ngram and mtp may be names)"
-        )
     if not isinstance(target_model, nn.Module):
         raise TypeError(
             f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"
@@ -351,7 +306,7 @@ def _load(
         )
     with_head, head = choice.kind in ("head", "own head"), choice.place
     if with_head:
-        locate(path, head, None, NAMES)  # raises with these names
+        locate(path, head, None, ("target", "draft"))  # raises with these names
     place = saved_target(path)
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(place))
     placed: dict[str, Any] = {"device_map": {"": where}} if tp_plan is None else {"tp_plan": tp_plan}
@@ -368,25 +323,3 @@ def _stored_dtype(path: str) -> torch.dtype:
     parts = (config, text_config(config))
     named = [getattr(part, name, None) for part in parts for name in ("dtype", "torch_dtype")]
     return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), torch.float32)
-
-
-def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> Any | None:
-    """The model that drafts, None if there is none. If it is loaded here, it gets the target's device and dtype.
-
-    causal_lm: the target itself, without a head. Raises ValueError or FileNotFoundError for a wrong path.
-    """
-    if choice.kind == "in memory":
-        return choice.place
-    if choice.kind in ("head", "own head"):
-        return target.ea_layer
-    if choice.kind == "block drafter":
-        return fit_block_drafter(load_block_drafter(choice.place, text_config(causal_lm.config)), causal_lm)
-    if choice.kind == "assistant":
-        return load_assistant(choice.place, causal_lm)
-    if choice.kind == "layers":
-        return load_mtp(causal_lm, choice.place)
-    if choice.kind == "model":
-        beside = next(causal_lm.parameters())
-        read_target_config(choice.place, whose=NAMES[1])
-        return load_target(choice.place, whose=NAMES[1], dtype=beside.dtype, device_map={"": beside.device})
-    return None

@@ -115,6 +115,7 @@ class Family:
         yield from self.shown_by_modules
 
 
+LLAMA = Family()
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 AFTER_BLOCKS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 EXPERTS = (
@@ -167,7 +168,7 @@ GEMMA4 = Family(
 BEFORE_AND_AFTER_MLP = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
+    "llama": LLAMA,
     "mistral": Family(window="all"),
     "qwen2": Family(window="by_layer"),
     "qwen3": Family(window="by_layer"),

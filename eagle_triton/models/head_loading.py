@@ -143,7 +143,8 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
             load = "eagle_triton.models.loading.load_target"
         raise ValueError(
             f"draft head: {path!r} is a causal language model, not a head. To draft with it, load it and give it to "
-            f"optimize_with_triton or EAGLEInference: draft={load}({path!r})"
+            f"optimize_with_triton or EAGLEInference: draft={load}({path!r}). EAGLEInference also takes its path, by "
+            f'SpeculativeConfig(method="draft_model", model={path!r})'
         )
     config = read_draft_config(raw)
     found = is_eagle3(tensors)

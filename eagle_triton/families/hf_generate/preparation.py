@@ -51,13 +51,12 @@ ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
 
 
 class Assistance(NamedTuple):
-    """A draft that a call brings itself: a language model, a block drafter (`in_blocks`), or n-grams of up to `ngram`
-    tokens of the prompt. `tokens`: drafted in the first step; a block drafter drafts its block."""
+    """A draft that a call brings itself: a language model, a block drafter, or n-grams of up to `ngram` tokens of the
+    prompt. `tokens`: drafted in the first step; a block drafter drafts its block."""
 
     model: Any | None
     tokens: int
     ngram: int
-    in_blocks: bool = False
 
 
 class Drafting(NamedTuple):
@@ -185,10 +184,11 @@ class _Preparation:
         name = "assistant_model" if lookup is None else "prompt_lookup_num_tokens"
         if lookup is not None and assistant is not None:
             self._reasons.append("assistant_model beside prompt_lookup_num_tokens")
-        kind = getattr(config, "speculation_type", None)
-        in_blocks = kind == "dflash" and is_block_assistant(assistant)
+        kind, in_blocks = getattr(config, "speculation_type", None), is_block_assistant(assistant)
+        if in_blocks and kind is None:
+            self._reasons.append(f"assistant_model: a {type(assistant).__name__} needs speculation_type='dflash'")
         others = {"assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None)}
-        others["speculation_type"] = None if in_blocks else kind
+        others["speculation_type"] = None if in_blocks and kind == "dflash" else kind
         self._reasons += [option for option, value in others.items() if value is not None]
         own = getattr(assistant, "generation_config", None)
         schedule = getattr(own, "num_assistant_tokens_schedule", None)
@@ -207,7 +207,7 @@ class _Preparation:
             config.prompt_lookup_num_tokens = None
         if not (is_count(tokens) and is_count(ngram)):
             return None
-        return Assistance(assistant, min(tokens, MAX_ASSISTED), 0 if lookup is None else ngram, in_blocks)
+        return Assistance(assistant, min(tokens, MAX_ASSISTED), 0 if lookup is None else ngram)
 
     def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         """Make a cache only for a caller that gets one back: the engine has its own."""

@@ -83,7 +83,6 @@ def _layer(read: ModuleReader, config: BlockDrafterConfig, index: int) -> Layer:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
         sliding_window=window if window is None or config.causal[index] else window_for(window, config.block_size),
     )
 

@@ -26,6 +26,7 @@ from eagle_triton.families.reading.sharded import (
     read_sharded_embedding,
     read_sharded_projection,
 )
+from eagle_triton.models.families import LLAMA, Family
 from eagle_triton.runtime.row_formats import whole_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -252,23 +253,17 @@ class ModuleReader:
             mlp=layer.mlp() if mlp is None else mlp,
         )
 
-    def mlp(
-        self,
-        name: str = "mlp",
-        packed: str | None = None,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    ) -> MLP:
-        """A layer's gated block. packed: the name of one projection for gate and up, if it has one. names: of gate, up
-        and down; with others than the usual ones, SiLU is a part of the forward (LFM2)."""
-        usual, (*raised, lowered) = names[0] == "gate_proj", names
+    def mlp(self, name: str = "mlp", family: Family = LLAMA) -> MLP:
+        """A layer's gated block. With projections of other names than Llama's, SiLU is a part of the forward (LFM2)."""
+        usual, (*raised, lowered) = family.mlp_projections == LLAMA.mlp_projections, family.mlp_projections
         down = self.projection(f"{name}.{lowered}")
         attribute = "activation_fn" if hasattr(getattr(self.module, name), "activation_fn") else "act_fn"
         activation = self.activation(f"{name}.{attribute}") if usual else "silu"
-        if packed is None:
+        if family.gate_up is None:
             gate, up = (self.projection(f"{name}.{part}") for part in raised)
         else:
-            both = self.projection(f"{name}.{packed}")
-            gate, up = split_projection(both, 2, f"{self.path}.{name}.{packed}")
+            both = self.projection(f"{name}.{family.gate_up}")
+            gate, up = split_projection(both, 2, f"{self.path}.{name}.{family.gate_up}")
         return MLP(own_outputs(gate), own_outputs(up), down, activation=activation)
 
     def attention(
@@ -278,31 +273,26 @@ class ModuleReader:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        scale: float,
+        scale: float | None = None,
         sliding_window: int | None = None,
-        packed: str | None = None,
         softcap: float | None = None,
         reads_layer: int | None = None,
-        gate: tuple[str, str] | None = None,
-        norms: tuple[str, str] = ("q_norm", "k_norm"),
-        norm_last: bool = False,
-        output: str = "o_proj",
+        family: Family = LLAMA,
     ) -> Attention:
-        """The attention of a layer.
+        """The attention of a layer, with the names and switches of its family.
 
         Queries and keys are normed if it has the norms. Its output is gated if the queries' product has twice their
-        rows. packed: the name of one projection for queries, keys and values, if it has one. softcap: of its scores.
-        reads_layer, norm_last: see Attention. gate: the name of a projection that gates its heads, and its activation.
-        norms: the names of the norms of queries and keys. output: the name of the output projection.
+        rows. scale: of its scores; None: 1 / sqrt(head_dim). softcap, reads_layer: see Attention.
         """
         read = self.at("self_attn")
         attention, where = read.module, read.path
+        packed, gate, norms = family.qkv, family.gate, family.head_norms
         all_heads, queries = (num_heads, num_kv_heads), packed or "q_proj"
         num_heads, num_kv_heads = (
             own_heads(getattr(attention, queries, None), heads, f"{where}.{name}")
             for heads, name in zip(all_heads, (queries, packed or "k_proj"), strict=True)
         )
-        o = read.projection(output)
+        o = read.projection(family.output)
         k, v = None, None
         if packed is None:
             q = read.projection("q_proj")
@@ -346,7 +336,7 @@ class ModuleReader:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            scale=scale,
+            scale=head_dim**-0.5 if scale is None else scale,
             rotary=rotary,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -358,7 +348,7 @@ class ModuleReader:
             sinks=read.tensor("sinks") if hasattr(attention, "sinks") else None,
             softcap=softcap,
             reads_layer=reads_layer,
-            norm_last=norm_last,
+            norm_last=family.norm_last,
         )
         if gated and found.norms_rows:
             raise UnsupportedModelError(
