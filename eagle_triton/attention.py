@@ -61,12 +61,14 @@ def tree_attention(
     row_format: RowFormat | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    value_width: int | None = None,
 ) -> ProductRows:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, which have their keys in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 512; lengths [B] int32; ancestors
     [B, N, W] int64 or None (causal); `scale` > 0. `reference.attention.tree_attention` says which keys a node sees, and
     what the `table` of a cache in pages is. If a sequence has several pages, these have 64 rows or a multiple.
+    `value_width`: see the reference; at most 512, and d at most 256 larger.
     `new_keys` (1 to 64 W, only with `ancestors`): nodes see only this many first new keys, whatever the bits say; the
     rest are not read. `sinks` [Hq], fp32 or of q's dtype, and `softcap` > 0: see the reference.
     The last dimension of every tensor must be contiguous; its other strides are free. `tune_for_nodes`: choose the
@@ -75,16 +77,19 @@ def tree_attention(
     may follow that. Returns [B, N, Hq, d], or [B, N, Hq * d] in `row_format`, which the next product reads, where that
     is useful (a pair only if splits are added up). Raises ValueError before the launch if arguments do not fit.
     """
-    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
-    _check_kernel_limits(q, cache, lengths, ancestors, table, sinks)
+    check_tree_attention(
+        q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap, value_width
+    )
+    width = value_width or q.shape[3]
+    _check_kernel_limits(q, cache, lengths, ancestors, table, sinks, width)
     rows = (tune_for_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
-    use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, _capability(q.device), sliding_window)
+    use = settings_for(rows, width, cache.shape[2], len(q), q.dtype, _capability(q.device), sliding_window)
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(
         q, cache, lengths, ancestors, scale, sliding_window, use, table,
         new_keys=new_keys, prefetch_before_wait=prefetch_before_wait, row_format=row_format,
-        sinks=sinks, softcap=softcap,
+        sinks=sinks, softcap=softcap, value_width=value_width,
     )  # fmt: skip
 
 
@@ -228,13 +233,15 @@ def _launch(
     row_format: RowFormat | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    value_width: int | None = None,
 ) -> ProductRows:
     assert use.programs in (1, use.splits), "a program takes one split or all"
     assert lse is None or use.programs == 1, "a merge gives no log-sum-exp"
-    batch, nodes, heads, width = q.shape
+    batch, nodes, heads, _ = q.shape
+    width = value_width or q.shape[3]
     kv_heads, capacity = cache.shape[2], capacity_of(cache, table)
     group, rows = heads // kv_heads, nodes * (heads // kv_heads)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty(*q.shape[:3], width, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
     parts, formatted = None, _formatted(out.flatten(-2), width, row_format, use.programs > 1)
@@ -244,6 +251,8 @@ def _launch(
     words = 0 if ancestors is None else ancestors.shape[-1]
     new_keys = nodes if ancestors is None else new_keys or WORD * words
     columns = max(16, triton.next_power_of_2(width))
+    if value_width is not None:
+        use = use._replace(tma=False, streamed=False)
     streams = use.streamed and ancestors is not None and lse is None and softcap is None
     if sliding_window is not None:
         use = use._replace(tma=False)
@@ -251,7 +260,7 @@ def _launch(
     streamed, desc = _hopper_kernels(use, cache, columns, streams)
     pdl = use.pdl if parts is not None and can_overlap(q.device) else 0
     sizes: dict[str, Any] = {
-        "SIZES": HeadSizes(width, group, kv_heads, isinstance(formatted, WordOrdered)),
+        "SIZES": HeadSizes(width, group, kv_heads, isinstance(formatted, WordOrdered), q.shape[3] - width),
         "SPLITS": Splits(use.splits, use.programs, use.min_tiles),
     }
     keys = KeyLayout(kv_cache.page_rows(cache, table), cache.stride(3), words)
@@ -345,10 +354,16 @@ def _check_kernel_limits(
     ancestors: Tensor | None,
     table: Tensor | None,
     sinks: Tensor | None = None,
+    width: int | None = None,
 ) -> None:
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or q.shape[-1] > 512:
+    width = width or q.shape[-1]
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or width > 512 or q.shape[-1] > width + 256:
+        got = f"{q.dtype} and d = {q.shape[-1]}"
+        if width < q.shape[-1]:
+            got += f" with value_width={width}"
         raise ValueError(
-            f"tree_attention: q must be fp16, bf16 or fp32 with d <= 512, got {q.dtype} and d = {q.shape[-1]}"
+            f"tree_attention: q must be fp16, bf16 or fp32 with d <= 512, or with value_width <= 512 and d at most 256 "
+            f"larger, got {got}"
         )
     if table is not None and table.shape[1] > 1 and cache.shape[3] % _TILE_ROWS:
         raise ValueError(

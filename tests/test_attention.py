@@ -609,7 +609,7 @@ def test_bad_arguments_raise(attend, change, message, device):
     ("change", "message"),
     [
         (lambda a: {"q": a["q"].double(), "cache": a["cache"].double()}, "fp16, bf16 or fp32"),
-        (lambda a: {name: a[name].repeat_interleave(9, -1) for name in ("q", "cache")}, "d <= 512, got .* d = 576"),
+        (lambda a: {name: a[name].repeat_interleave(9, -1) for name in ("q", "cache")}, "d <= 512, .* got .* d = 576"),
         (lambda a: {"q": a["q"].mT.contiguous().mT}, "q must have stride 1"),
         (lambda a: {"cache": a["cache"].mT.contiguous().mT}, "cache must have stride 1"),
         (lambda a: {"sinks": torch.zeros(4, 2, device=a["q"].device)[:, 0]}, "sinks must have stride 1"),
@@ -657,3 +657,39 @@ def test_a_node_gives_the_same_in_a_tree_as_alone(device):
         different += int((row[:, 0] != together[:, node]).sum())
         total += row.numel()
     assert different <= 0.02 * total, f"{different} of {total} elements differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "group", "width", "rest", "words"),
+    [(1, 20, 512, 64, 1), (7, 20, 512, 64, 1), (9, 5, 32, 8, 2), (12, 4, 256, 64, 0), (3, 16, 48, 20, 1)],
+)
+@pytest.mark.parametrize("page_rows", [None, 64], ids=["dense", "pages"])
+def test_values_may_be_the_first_columns_of_keys(nodes, group, width, rest, words, page_rows, dtype, device):
+    """Multi-head latent attention: one row for a token, which all heads read."""
+    both = make_case(2, nodes, 1, group, width + rest, 256, [0, 150], words, dtype, device)
+    q, cache, lengths, ancestors = both[0], both[1][:1].clone(), *both[2:]
+    options = dict(scale=(width + rest) ** -0.5, value_width=width)
+    values = torch.zeros_like(cache)
+    values[..., :width] = cache[..., :width]
+    plain = q, torch.cat([cache, values]), lengths, ancestors
+    exact = reference.tree_attention(*both[:1], cache, lengths, ancestors, **options)
+    whole = reference.tree_attention(*plain, scale=options["scale"])
+    torch.testing.assert_close(exact, whole[..., :width])
+    table = None
+    if page_rows is not None:
+        cache, table = in_pages(cache, page_rows)
+    out = kernels.tree_attention(q, cache, lengths, ancestors, **options, table=table)
+    assert out.shape == (*q.shape[:3], width)
+    padded = torch.cat([out, torch.zeros_like(q[..., width:])], -1)
+    assert_close(padded, plain, options["scale"])
+
+
+@BOTH
+def test_a_wrong_value_width_is_refused(attend, device):
+    q, cache, lengths, ancestors = make_case(1, 3, 1, 4, 40, 64, [5], 1, torch.float32, device)
+    for width in (0, 40, -1):
+        with pytest.raises(ValueError, match=f"value_width must lie in 1..39, got {width}"):
+            attend(q, cache[:1], lengths, ancestors, scale=1.0, value_width=width)
+    with pytest.raises(ValueError, match=r"cache must be float32 \[1, 1, Hkv, T, 40\]"):
+        attend(q, cache, lengths, ancestors, scale=1.0, value_width=32)

@@ -635,6 +635,78 @@ def test_no_rows(device):
     assert out.shape == (1, 0, 2, 64) and cache.isnan().all()
 
 
+def latent_operands(device, dtype, batch, count, heads, rank, rotated, splits=1, capacity=160):
+    """Queries as a part of each head, latents as columns of a wider product, a weight, a poisoned cache, and the places
+    of new rows."""
+    q = randn(device, dtype, batch, count, heads, rotated + 8)[..., 8:]
+    sums = torch.randn(splits, batch, count, rank + rotated + 16, device=device)[..., 16:]
+    latents = SplitSums(sums, dtype) if splits > 1 else sums[0].to(dtype)
+    cache = torch.full((1, batch, 1, capacity, rank + rotated), torch.nan, device=device, dtype=dtype)
+    _, _, _, _, first_row, depths, inv_freq = rotary_operands(device, dtype, batch, count, 1, 1, rotated, capacity)
+    return q, latents, randn(device, dtype, rank), 1e-2, cache, first_row, depths, inv_freq
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("splits", "heads", "rank", "rotated"), [(1, 20, 512, 64), (3, 3, 48, 10)])
+@pytest.mark.parametrize("options", [{}, {"pairs": True}, {"pairs": True, "round_tables": False}], ids=str)
+def test_latents_are_normed_and_appended_with_their_key(device, dtype, splits, heads, rank, rotated, options):
+    q, latents, norm, eps, cache, *rest = latent_operands(device, dtype, 2, 5, heads, rank, rotated, splits)
+    latents_32 = latents.total_in_fp32() if splits > 1 else latents.float()
+    results = []
+    for module, values in (
+        (kernels, (q, latents, norm)),
+        (reference, (q, latents, norm)),
+        (reference, (q.float(), latents_32, norm.float())),
+    ):
+        kept, out = cache.to(values[0].dtype, copy=True), torch.full_like(values[0], torch.nan)
+        again = module.latent_append(*values, eps, kept, *rest, out=out, **options)
+        assert again is out and int(kept.isnan().any(-1).sum()) == 2 * (160 - 5)
+        results.append((out, kept.nan_to_num()))
+    for part in zip(*results, strict=True):
+        assert_close(*part)
+    turned = reference.rotary_append(q, None, None, cache.expand(2, -1, -1, -1, -1)[..., :rotated], *rest, **options)
+    assert torch.equal(results[1][0], turned)
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_latents_are_appended_where_their_table_says(device, module):
+    """In pages, from a row on, as far as they fit, at positions of their own or of a tree."""
+    q, latents, norm, eps, cache, first_row, depths, inv_freq = latent_operands(
+        device, torch.float32, 3, 5, 4, 32, 16, capacity=32
+    )
+    first_row.copy_(torch.tensor([0, 28, 6]))
+    pages, table = in_pages(cache.fill_(7), 8)
+    for places, skip in ((depths, 0), (None, 1)):
+        outs = [torch.empty_like(q) for _ in range(3)]
+        module.latent_append(q, latents, norm, eps, cache, first_row, places, inv_freq, out=outs[0], skip=skip)
+        module.latent_append(
+            q, latents, norm, eps, pages, first_row, places, inv_freq, out=outs[1], skip=skip, table=table
+        )
+        assert torch.equal(outs[0], outs[1]) and torch.equal(out_of_pages(pages, table), cache)
+    own = torch.arange(1, 6, dtype=torch.int32, device=device).expand(3, -1)
+    module.latent_append(q, latents, norm, eps, cache.clone(), first_row, own, inv_freq, out=outs[2])
+    assert torch.equal(outs[2], outs[0])
+    assert (cache[0, 1, 0, :28] == 7).all() and (cache[0, 1, 0, 28:] != 7).all()
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(latents=torch.zeros(1, 2, 47)), r"latents must be float32 \[1, 2, 48\]"),
+        (dict(cache=torch.zeros(2, 1, 1, 8, 48)), r"cache must be \[1, 1, 1, T, 48\]"),
+        (dict(out=torch.zeros(1, 2, 4, 32)[..., ::2]), "out must be .*contiguous rows"),
+        (dict(inv_freq=torch.zeros(0)), "inv_freq must be"),
+    ],
+)
+def test_bad_latents_are_refused(module, change, message):
+    names = ("q", "latents", "norm", "eps", "cache", "first_row", "depths", "inv_freq")
+    operands = dict(zip(names, latent_operands("cpu", torch.float32, 1, 2, 4, 32, 16, capacity=8), strict=True))
+    operands |= {"out": torch.zeros(1, 2, 4, 16), **change}
+    with pytest.raises(ValueError, match=f"latent_append: {message}"):
+        module.latent_append(**operands)
+
+
 GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 
 

@@ -41,6 +41,11 @@ SLIDING = dict(head_dim=16, sliding_window=8)
 GEMMA4 = dict(global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=9.0,
     layer_types=ALTERNATE, **SLIDING)  # fmt: skip
 
+LATENT = dict(num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+    v_head_dim=20)  # fmt: skip
+LATENT_EXPERTS = dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1,
+    routed_scaling_factor=1.5, norm_topk_prob=True, num_experts_per_tok=3, moe_intermediate_size=32)  # fmt: skip
+
 LFM = dict(conv_L_cache=3, layer_types=["conv", "full_attention", "conv", "conv"])
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,6 +63,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", dict(head_dim=16, attention_bias=True)),
     "glm4_moe": ("glm4_moe", dict(head_dim=16, n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1,
         first_k_dense_replace=1, routed_scaling_factor=1.5, use_qk_norm=True, norm_topk_prob=True, **QWEN_EXPERTS)),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT | LATENT_EXPERTS),
+    "deepseek_v2": ("deepseek_v2", LATENT | LATENT_EXPERTS | dict(q_lora_rank=None)),
+    "deepseek_v3": ("deepseek_v3", LATENT | LATENT_EXPERTS | dict(rope_interleave=False, rope_parameters={
+        **YARN, "mscale": 1.0, "mscale_all_dim": 1.0})),
+    "youtu": ("youtu", LATENT),
+    "axk1": ("axk1", LATENT | LATENT_EXPERTS),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", dict(sliding_window=8)),
     "gemma2": ("gemma2", dict(query_pre_attn_scalar=24, attn_logit_softcapping=5.0, **SLIDING)),
@@ -137,6 +148,9 @@ NOT_OVER_RANKS = {
     "sarvam_moe": "issues during automatic conversion of the weights",
     "qwen3_vl_moe_text": "ignore_mismatched_sizes",
     "granite_swa": "self_attn.sinks is sharded over several devices",
+    **dict.fromkeys(
+        ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "axk1"), "_b_proj.weight is sharded over several devices"
+    ),
 }
 """Families that ranks cannot share, and words of the refusal. Those of Sarvam and of Qwen3-VL's mixture are
 transformers' own, as it loads them."""

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eagle_triton.command_line import Parser, run_program, whole
 from tools.tuning.sweep import read_sweep
 
-SHAPES = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-32b", "gemma3-12b")
+SHAPES = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-32b", "gemma3-12b", "glm-4.7-flash")
 POWERS = [1, 2, 4, 8, 16, 32]
 
 

@@ -165,7 +165,7 @@ def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
     if spec.adaptive:
         return "the depth of the trees is adaptive"
     caches = state.sequences.caches.caches
-    if len(caches) != 1 or not isinstance(caches[0], KeyValueCache):
+    if len(caches) != 1 or type(caches[0]) is not KeyValueCache:
         return "the target's layers are not all attention of one shape"
     rows = state.batch * state.draft_tree_tensors.tune_for_nodes
     if rows > MAX_ROWS:

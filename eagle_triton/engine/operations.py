@@ -63,6 +63,7 @@ class Operations:
     experts_down = staticmethod(_experts.experts_down)
     add_shared_expert = staticmethod(_experts.add_shared_expert)
     rotary_append = staticmethod(_layers.rotary_append)
+    latent_append = staticmethod(_layers.latent_append)
     tree_attention = staticmethod(_attention.tree_attention)
     prompt_attention = staticmethod(_prompt_attention.prompt_attention)
     gate_heads = staticmethod(_layers.gate_heads)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
-from eagle_triton.engine.model.mixers import Attention, Mixer
+from eagle_triton.engine.model.mixers import Mixer
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.model.modules import Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
@@ -18,6 +18,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import RoutedExperts, own_experts, read_experts
 from eagle_triton.families.reading.gated_delta import read_gated_delta, read_short_conv
+from eagle_triton.families.reading.latent_attention import read_latent_attention
 from eagle_triton.families.reading.module_reader import (
     ModuleReader,
     check_dtype,
@@ -226,7 +227,7 @@ def draft_from_causal_lm(
     UnsupportedModelError otherwise, and for a model that `read_causal_lm` refuses.
     """
     view = read_causal_lm(model, root=root)
-    if recurrent := [index for index, layer in enumerate(view.layers) if not isinstance(layer.mixer, Attention)]:
+    if recurrent := [index for index, layer in enumerate(view.layers) if not layer.mixer.by_token]:
         raise UnsupportedModelError(
             f"{root}: layers {recurrent} are recurrent. A draft of the engine needs attention, because each branch "
             "of its tree would need its own states",
@@ -385,6 +386,8 @@ class LayerReader:
             return read_short_conv(read.at("conv"))
         family, config, attention = self._family, self._config, read.at("self_attn")
         kinds = getattr(config, "layer_types", None)
+        if hasattr(attention.module, "kv_a_proj_with_mqa"):
+            return read_latent_attention(attention, self._rotary_of(index, kinds))
         by_layer = getattr(config, "num_attention_heads_per_layer", None)
         heads = config.num_attention_heads if by_layer is None else by_layer[index]
         slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
@@ -428,7 +431,7 @@ class LayerReader:
                 inv_freq,
                 getattr(module, f"{prefix}attention_scaling", 1.0),
                 self._rotary.path,
-                pairs=self._family.rotary_pairs,
+                pairs=bool(_field(self._config, self._family.rotary_interleave, self._family.rotary_pairs)),
                 round_tables=not self._family.rotary_in_fp32,
                 temperature=self._temperature() if self._family.query_temperature else None,
             )

@@ -10,6 +10,7 @@ from torch import nn
 
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -17,6 +18,7 @@ from eagle_triton.families import safeailab as upstream
 from eagle_triton.families.causal_lm import check_causal_lm, read_causal_lm
 from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
 from eagle_triton.families.reading.sharded import share_head
+from eagle_triton.families.topk_generate import draft_patch_point
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.families import text_config
@@ -123,6 +125,8 @@ def read_tree(head: heads.DraftHead) -> TreeSpec:
 
 def module_patch_points(model: Any, engine: Engine) -> tuple[tuple[PatchPoint, ...], dict[str, str]]:
     """`ea_layer.topK_genrate` and every `self_attn.forward`; and the methods that are not replaced, with the reason."""
+    if not all(isinstance(layer.mixer, Attention) for layer in engine.view.layers):
+        return (draft_patch_point(model, engine),), {"self_attn.forward": "the originals run, which attend latents"}
     patch_points, skipped = upstream.module_patch_points(model, engine)
     attentions = [patch_point for patch_point in patch_points if patch_point.attribute == "forward"]
     if any("shared_kv_states" in inspect.signature(patch_point.owner.forward).parameters for patch_point in attentions):

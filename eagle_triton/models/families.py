@@ -63,6 +63,8 @@ class Family:
     """If some layers have a window, those without one do not rotate."""
     rotary_pairs: bool = False
     """Neighbouring elements of a head rotate together, instead of elements half the rotated width apart."""
+    rotary_interleave: str | None = None
+    """Configuration field that says so."""
     rotary_in_fp32: bool = False
     """Cosine and sine are not rounded to the model's dtype."""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
@@ -110,6 +112,7 @@ class Family:
         """Configuration fields that the row names. Modules have scales of embeddings and updates by the same names."""
         yield from filter(None, (self.score_cap, self.embedding_scale, self.root_scaled_embedding, self.update_scale))
         yield from filter(None, (self.query_scale, self.logit_divisor, self.logit_factor, self.logit_cap))
+        yield from filter(None, (self.rotary_interleave,))
         if self.rotary_by_layer:
             yield "layer_rope_theta"
         yield from self.shown_by_modules
@@ -129,6 +132,9 @@ MULTIPLIED: dict[str, Any] = dict(embedding_scale="embedding_multiplier", update
 GRANITE: dict[str, Any] = dict(**MULTIPLIED, logit_divisor="logits_scaling")
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
 GLM4_MOE = Family(shown_by_modules=("use_qk_norm", *MTP_LAYERS, *EXPERTS))
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
+"""Fields of multi-head latent attention."""
+DEEPSEEK_V3 = Family(rotary_interleave="rope_interleave", shown_by_modules=(*MTP_LAYERS, *LATENT, *EXPERTS))
 ERNIE = Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("use_bias",))
 EXAONE4 = Family(
     norms=AFTER_BLOCKS, window="by_layer", rotary_in_windows=True, shown_by_modules=("sliding_window_pattern",)
@@ -219,6 +225,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": GLM4_MOE,
     "sarvam_moe": GLM4_MOE,
+    "glm4_moe_lite": DEEPSEEK_V3,
+    "deepseek_v2": Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("topk_method", *LATENT, *EXPERTS)),
+    "deepseek_v3": DEEPSEEK_V3,
+    "youtu": replace(DEEPSEEK_V3, shown_by_modules=("embedding_initializer_range", *LATENT)),
+    "axk1": DEEPSEEK_V3,
     "dots1": Family(window="by_layer", shown_by_modules=EXPERTS),
     "solar_open": Family(shown_by_modules=EXPERTS),
     "mellum": Family(window="by_layer", shown_by_modules=(*MTP_LAYERS, *EXPERTS)),
@@ -331,9 +342,6 @@ WITH_IMAGES = (
 )
 """Models that also read images. Only their language models are read, and prompts with images run the original."""
 
-MLA = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k2", "longcat_flash")
-"""Families with multi-head latent attention."""
-
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """Models that draft with the keys and values of a target."""
 
@@ -391,8 +399,6 @@ def expected_families() -> str:
 def unknown_family(config: Any) -> str:
     """Why a configuration has no row, or why it can have no head."""
     kind = getattr(config, "model_type", None)
-    if kind in MLA:
-        return f"model_type {kind!r} has multi-head latent attention (MLA), which the engine does not run"
     if (family := family_of(config)) is not None and family.recurrent:
         return f"model_type {kind!r} has no EAGLE heads: use EAGLEInference or optimize_with_triton"
     return f"model_type {kind!r} is not supported; {expected_families()}"

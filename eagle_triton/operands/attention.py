@@ -11,6 +11,11 @@ from eagle_triton.operands.ancestors import WORD
 from eagle_triton.operands.shapes import check_tensors
 
 
+def sides_of(value_width: int | None) -> int:
+    """The sides of a cache: keys and values, or one if values are the first `value_width` columns of keys."""
+    return 2 if value_width is None else 1
+
+
 def check_tree_attention(
     q: Tensor,
     cache: Tensor,
@@ -22,16 +27,19 @@ def check_tree_attention(
     new_keys: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    value_width: int | None = None,
 ) -> None:
     tensors = {
         "q": (q, "B N Hq d", None),
-        "cache": (cache, "2 B Hkv T d" if table is None else "2 P Hkv R d", q.dtype),
+        "cache": (cache, f"{sides_of(value_width)} {'B Hkv T d' if table is None else 'P Hkv R d'}", q.dtype),
         "table": (table, "B M>0", torch.int32),
         "lengths": (lengths, "B", torch.int32),
         "ancestors": (ancestors, "B N W>0", torch.int64),
         "sinks": (sinks, "Hq", (torch.float32, q.dtype)),
     }
     _check_heads_and_scale("tree_attention", check_tensors("tree_attention", tensors), scale, softcap)
+    if value_width is not None and not 0 < value_width < q.shape[3]:
+        raise ValueError(f"tree_attention: value_width must lie in 1..{q.shape[3] - 1}, got {value_width}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"tree_attention: sliding_window must be at least 1, got {sliding_window}")
     most = 0 if ancestors is None else WORD * ancestors.shape[2]

@@ -100,6 +100,32 @@ def check_rotary_append(
         raise ValueError(f"{name}: temperature must be (beta, a length of at least 1), got {temperature}")
 
 
+def check_latent_append(
+    q: Tensor,
+    latents: Tensor | SplitSums,
+    norm: Tensor,
+    cache: Tensor,
+    first_row: Tensor,
+    depths: Tensor | None,
+    inv_freq: Tensor,
+    out: Tensor,
+    table: Tensor | None = None,
+) -> None:
+    rotated = 2 * inv_freq.numel()
+    tensors = {
+        "norm": (norm, "rank>0", FLOATS),
+        "inv_freq": (inv_freq, "half>0", torch.float32),
+        "q": (q, "B N Hq r", norm.dtype),
+        "out": (out, "B N Hq r, contiguous rows", norm.dtype),
+        "latents": (latents, "B N width", norm.dtype),
+        "cache": (cache, f"1 {'B' if table is None else 'P'} 1 T width, contiguous rows", None),
+        "table": (table, "B M>0", torch.int32),
+        "first_row": (first_row, "B", torch.int32),
+        "depths": (depths, "B N", torch.int32),
+    }
+    check_tensors("latent_append", tensors, r=rotated, width=norm.numel() + rotated)
+
+
 def check_activation(name: str, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")

@@ -18,12 +18,14 @@ MANY_TILES = tl.constexpr(64)  # with at most this many tiles of keys, only half
 
 class HeadSizes(NamedTuple):
     """`heads` of keys and values, of `width` elements, with a `group` of query heads each. word_order: store the
-    output's columns in the order of WordOrdered."""
+    output's columns in the order of WordOrdered. rest: keys have this many more elements, and their first `width` are
+    the values; 0: values have a place of their own."""
 
     width: int
     group: int
     heads: int
     word_order: bool
+    rest: int = 0
 
 
 class Splits(NamedTuple):
@@ -108,9 +110,13 @@ class _HeadKeys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """A tile of rows: their queries and nodes, which rows exist, and where the words of their ancestors begin."""
+    """A tile of rows: their queries and nodes, which rows exist, and where the words of their ancestors begin.
+
+    rest: the queries' elements beyond the values' width, or None.
+    """
 
     q: Any
+    rest: Any
     node: Any
     ok: Any
     bits_ptr: Any
@@ -292,6 +298,21 @@ def _nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _rest_columns(REST: tl.constexpr):
+    """The columns [1, n] of the elements of queries and keys beyond the values' width."""
+    return tl.arange(0, triton.next_power_of_2(REST) if REST > 16 else 16)[None, :]
+
+
+@triton.jit
+def _with_rest(scores, rest, k_ptrs, ok, REST: tl.constexpr):
+    """Scores of a tile of keys, with the products of the elements beyond the values' width. rest: the queries'. k_ptrs:
+    where the keys' begin; ok: which keys exist."""
+    column = _rest_columns(REST)
+    k = tl.load(k_ptrs[:, None] + column, mask=ok[:, None] & (column < REST), other=0.0)
+    return tl.dot(rest, tl.trans(k), scores, input_precision="ieee")
+
+
+@triton.jit
 def _attend(
     queries,
     keys,
@@ -302,6 +323,7 @@ def _attend(
     sink,
     tanh_scale,
     D: tl.constexpr,
+    REST: tl.constexpr,
     KEYS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     TILES: tl.constexpr,
@@ -322,7 +344,7 @@ def _attend(
     WORDS: tl.constexpr = KEYS.words
     WINDOW: tl.constexpr = limits.window is not None
     TMA: tl.constexpr = keys.desc is not None
-    q, node, row_ok, bits_ptr = queries
+    node, row_ok, bits_ptr = queries.node, queries.ok, queries.bits_ptr
     first, last, tiles, active = span
     capacity, window = limits.capacity, limits.window
     rows_page = (keys.page // D).to(tl.int32)
@@ -361,13 +383,18 @@ def _attend(
                 ok = ok & (start + row >= length - window)[:, None]
             offset = _tile_offset(page, start, keys.page, STRIDE_T, PAGE)
             k = tl.load(keys.k_ptr + offset + tile, mask=ok, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
+        if REST:
+            k_ptrs = keys.k_ptr + offset + D + row * STRIDE_T
+            scores = _with_rest(scores, queries.rest, k_ptrs, row < BLOCK_N, REST)
         if tanh_scale is not None:
             scores = _tanh(scores * tanh_scale)
         if WINDOW:
             scores = tl.where((start + row)[None, :] > (position - window)[:, None], scores, float("-inf"))
         if TMA:
             v = keys.desc.load([keys.v_row + _tile_row(page, start, rows_page, PAGE), 0])
+        elif REST:
+            v = k
         else:
             v = tl.load(keys.v_ptr + offset + tile, mask=ok, other=0.0)
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
@@ -388,7 +415,10 @@ def _attend(
         offset = _tile_offset(page, start, keys.page, STRIDE_T, PAGE)
         page = _page(keys.pages_ptr, start + BLOCK_T, capacity, PAGE)
         k = tl.load(keys.k_ptr + offset + tile, mask=ok, other=0.0)
-        v = tl.load(keys.v_ptr + offset + tile, mask=ok, other=0.0)
+        if REST:
+            v = k
+        else:
+            v = tl.load(keys.v_ptr + offset + tile, mask=ok, other=0.0)
         if WORDS:
             word = _window(bits_ptr, start - length, row_ok, WORDS)
             anyone = tl.reduce(word, 0, _either)
@@ -407,7 +437,10 @@ def _attend(
         if WINDOW:
             seen = seen & (rows >= length - window)
         v = tl.where(seen[:, None], v, tl.zeros_like(v))  # a weight of 0 does not hide a NaN
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
+        if REST:
+            k_ptrs = keys.k_ptr + offset + D + row * STRIDE_T
+            scores = _with_rest(scores, queries.rest, k_ptrs, rows < last, REST)
         if tanh_scale is not None:
             scores = _tanh(scores * tanh_scale)
         scores = tl.where(visible & (rows < last)[None, :], scores, float("-inf"))
@@ -445,6 +478,7 @@ def attend_split(
     [B, Hq, N] to `lse_ptr` if there is one. A split without keys writes nothing. The first split carries the sinks
     [Hq]."""
     D: tl.constexpr = SIZES.width
+    REST: tl.constexpr = SIZES.rest
     GROUP: tl.constexpr = SIZES.group
     BLOCK_M: tl.constexpr = TILES.rows
     BLOCK_N: tl.constexpr = TILES.keys
@@ -460,7 +494,13 @@ def attend_split(
     oldest, newest = _visible_rows(length, limits, BLOCK_N)
     tiles, active = _share_out(newest - oldest, BLOCK_N, SPLITS.most, SPLITS.min_tiles)
     if program < active:
-        query = tl.load(q.ptr + batch * q.batch + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
+        q_ptr = q.ptr + batch * q.batch
+        query, rest = tl.load(q_ptr + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0), None
+        if REST:
+            column_r = tl.arange(0, triton.next_power_of_2(REST) if REST > 16 else 16)[None, :]
+            rest = tl.load(
+                q_ptr + D + q_offset[:, None] + column_r, mask=row_ok[:, None] & (column_r < REST), other=0.0
+            )
         first, last = oldest, newest
         if SPLITS.programs == SPLITS.most:
             first = oldest + _first_tile(program, tiles, active) * BLOCK_N
@@ -478,7 +518,7 @@ def attend_split(
         bits_ptr = None
         if KEYS.words:
             bits_ptr = ancestors.ptr + batch * ancestors.batch + node * ancestors.row
-        queries = _Queries(query, node, row_ok, bits_ptr)
+        queries = _Queries(query, rest, node, row_ok, bits_ptr)
         keys = _HeadKeys(k_ptr, k_ptr + cache.rows.side, cache.desc, k_row, v_row, pages_ptr, cache.rows.page)
         span = _Span(first, last, tiles, active)
         sink = None
@@ -487,7 +527,7 @@ def attend_split(
             sink *= 1.4426950408889634
         ALL_SPLITS: tl.constexpr = SPLITS.programs < SPLITS.most
         sums, top, total = _attend(
-            queries, keys, limits, span, length, scale_log2, sink, tanh_scale, D, KEYS, ALL_SPLITS, TILES
+            queries, keys, limits, span, length, scale_log2, sink, tanh_scale, D, REST, KEYS, ALL_SPLITS, TILES
         )
         if SPLITS.programs == 1:
             o_offset = node * out.row + query_head * out.head

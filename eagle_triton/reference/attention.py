@@ -26,6 +26,7 @@ def tree_attention(
     row_format: RowFormat | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    value_width: int | None = None,
 ) -> ProductRows:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
 
@@ -42,10 +43,14 @@ def tree_attention(
 
     With a `table` [B, M] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
     table[b, t // R]. With M = 1 each sequence is in one page. T = M * R.
+    With a `value_width` e < d the values are the first e columns of the keys (multi-head latent attention). The cache
+    is then [1, B, Hkv, T, d], or [1, P, Hkv, R, d], and the result [B, N, Hq, e].
     `tune_for_nodes`, `prefetch_before_wait` and `row_format` are for the kernels, and do not change the result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
+    check_tree_attention(
+        q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap, value_width
+    )
     _, nodes, heads, _ = q.shape
     kv_heads, page_rows, capacity = cache.shape[2], cache.shape[3], capacity_of(cache, table)
     matrix = None if ancestors is None else ancestor_matrix(ancestors, ancestors.shape[-1] * WORD)
@@ -64,7 +69,8 @@ def tree_attention(
         hidden = torch.arange(rows, device=lengths.device) - lengths[:, None].long() >= new_keys
         visible = visible & ~hidden[:, None]
 
-    keys, values = cache[:, :, :, :rows].float()
+    keys, values = (side[:, :, :rows].float() for side in (cache[0], cache[-1]))
+    values = values[..., :value_width]
     grouped = q.float().unflatten(2, (kv_heads, heads // kv_heads))
     scores = torch.einsum("bnhgd,bhtd->bhgnt", grouped, keys) * scale
     if softcap is not None:
@@ -77,7 +83,7 @@ def tree_attention(
     weights = torch.softmax(scores, dim=-1)[..., :rows]
     weights = weights.masked_fill(empty, 0.0)  # softmax of a row without keys is NaN
     values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)  # a weight of 0 does not hide a NaN
-    return torch.einsum("bhgnt,bhtd->bnhgd", weights, values).reshape(q.shape).to(q.dtype)
+    return torch.einsum("bhgnt,bhtd->bnhgd", weights, values).flatten(2, 3).to(q.dtype)
 
 
 def _visible(lengths: Tensor, matrix: Tensor | None, nodes: int, rows: int, sliding_window: int | None) -> Tensor:

@@ -162,14 +162,8 @@ def rotary_append(
     if not norm_last:
         q, own[:1] = normed(q, q_norm), [normed(part, k_norm) for part in own[:1]]
     rows = first_row + skip
-    if depths is None:
-        positions = rows[:, None] + torch.arange(q.shape[1], device=q.device)
-    else:
-        positions = first_row[:, None] + depths
-    angle = positions[..., None].float() * inv_freq.float()
-    cos, sin = (part[:, :, None] * attention_scaling for part in (angle.cos(), angle.sin()))
-    if round_tables:
-        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+    positions = _positions(first_row, depths, skip, q.shape[1])
+    cos, sin = _cos_sin(positions, inv_freq, attention_scaling, q.dtype if round_tables else torch.float32)
     q, own[:1] = _rotate(q, cos, sin, pairs), [_rotate(part, cos, sin, pairs) for part in own[:1]]
     if norm_last:
         q, own[:1] = normed(q, q_norm), [normed(part, k_norm) for part in own[:1]]
@@ -180,6 +174,60 @@ def rotary_append(
     if own:
         write_rows(cache, torch.stack(own, dim=2), rows, table)
     return q
+
+
+def latent_append(
+    q: Tensor,
+    latents: Tensor | SplitSums,
+    norm: Tensor,
+    eps: float,
+    cache: Tensor,
+    first_row: Tensor,
+    depths: Tensor | None,
+    inv_freq: Tensor,
+    *,
+    out: Tensor,
+    skip: int = 0,
+    attention_scaling: float = 1.0,
+    zero_centred: bool = False,
+    round_first: bool = True,
+    table: Tensor | None = None,
+    pairs: bool = False,
+    round_tables: bool = True,
+) -> Tensor:
+    """Norm latents and rotate the key beside them, and write both to the cache; rotate q into `out`, which is returned.
+
+    For multi-head latent attention (DeepSeek-AI, arXiv 2405.04434). latents [B, N, rank + r]: a token's compressed keys
+    and values, which are normed with the weight `norm` [rank], and one key of r elements for all heads. q, out [B, N,
+    Hq, r]: what rotates of the queries. cache [1, B, 1, T, rank + r], or with a `table` in pages: N rows are written,
+    from row first_row [B] int32 + `skip` on. For positions, inv_freq [r / 2] and the other arguments see
+    `rotary_append`, for norms `rms_norm`.
+    """
+    operands.check_latent_append(q, latents, norm, cache, first_row, depths, inv_freq, out, table)
+    latents = total_of(latents)
+    normed = whole_of(
+        rms_norm(latents[..., : len(norm)], norm, eps, zero_centred=zero_centred, round_first=round_first)
+    )
+    positions = _positions(first_row, depths, skip, q.shape[1])
+    cos, sin = _cos_sin(positions, inv_freq, attention_scaling, q.dtype if round_tables else torch.float32)
+    key = _rotate(latents[:, :, None, len(norm) :], cos, sin, pairs)
+    new = torch.cat([normed[:, :, None], key], dim=-1)
+    write_rows(cache, new[:, :, None], first_row + skip, table)
+    return out.copy_(_rotate(q, cos, sin, pairs))
+
+
+def _positions(first_row: Tensor, depths: Tensor | None, skip: int, count: int) -> Tensor:
+    """The positions [B, N] of new rows."""
+    if depths is None:
+        return (first_row + skip)[:, None] + torch.arange(count, device=first_row.device)
+    return first_row[:, None] + depths
+
+
+def _cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, N, 1, r / 2] of positions [B, N]."""
+    angle = positions[..., None].float() * inv_freq.float()
+    cos, sin = ((part[:, :, None] * scaling).to(dtype) for part in (angle.cos(), angle.sin()))
+    return cos, sin
 
 
 def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:

@@ -50,6 +50,16 @@ def _tree(
     )  # fmt: skip
 
 
+def _latent(nodes: int, words: int, heads: int, width: int = 512, local: int = 0, **options: Any) -> list[tuple]:
+    """Latent attention: one row of `width` + 64 elements for all heads."""
+    q, cache, table = bf16(1, nodes, heads, width + 64), bf16(1, 64, 1, 64, width + 64), i32(1, 64)
+    return launches(
+        f"N {nodes} {words} words {heads} heads of latents {width}", tree_attention, q, cache, i32(1),
+        i64(1, nodes, words) if words else None, scale=0.1, table=table, value_width=width,
+        options={"local": {"_tree_attention_kernel": local}}, **options,
+    )  # fmt: skip
+
+
 def _committed(target: str) -> list[tuple]:
     q, cache, table = _operands(2048, 128, bf16, 64, 1)
     return launches("committed", attend_committed, q, cache, _ROWS, scale=0.1, table=table, targets=(target,))
@@ -88,6 +98,18 @@ CASES = [
     case
     for target in EVERYWHERE
     for cases in (*(attend(target=target, gluon=False) for attend in _PORTABLE), _committed(target))
+    for case in cases
+]
+CASES += [
+    case
+    for target in EVERYWHERE
+    for cases in (
+        _latent(60, 1, 20, targets=(target,), local=80),
+        _latent(1, 1, 20, targets=(target,)),
+        _latent(512, 0, 20, targets=(target,), local=24),
+        _latent(60, 1, 128, targets=(target,)),
+        _latent(60, 1, 40, 256, targets=(target,), local=104),
+    )
     for case in cases
 ]
 CASES += [

@@ -1,6 +1,6 @@
 """Production settings of rms_norm, rotary_append, swiglu and gate_heads: 8b and 1b shapes, whole and partial products;
-those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated; Hunyuan-7B's heads and
-Laguna's gates."""
+those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated; Hunyuan-7B's heads, Laguna's
+gates, and the latents of GLM-4.7-Flash and DeepSeek-V2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from eagle_triton.ops.layers import (
     embed_rms_norm,
     float8_pair,
     gate_heads,
+    latent_append,
     rms_norm,
     rotary_append,
     swiglu,
@@ -101,6 +102,28 @@ def _rotary(
     )
 
 
+def _latents(heads: int, splits: int, rank: int = 512, rotated: int = 64, **options) -> list[tuple]:
+    """Of a stacked product with the queries' latents before them."""
+    whole = bf16(4, 60, rank + rotated + 768) if splits == 1 else fp32(splits, 4, 60, rank + rotated + 768)
+    latents = whole[..., 768:]
+    q, out = bf16(4, 60, heads, rotated + 192)[..., 192:], bf16(4, 60, heads, rotated + rank)[..., rank:]
+    return launches(
+        " ".join([f"{heads} heads of {rank} and {rotated} splits {splits}", *options]),
+        latent_append,
+        q,
+        latents if splits == 1 else SplitSums(latents, torch.bfloat16),
+        bf16(rank),
+        1e-5,
+        bf16(1, 40, 1, 64, rank + rotated),
+        i32(4),
+        i32(4, 60),
+        fp32(rotated // 2),
+        out=out,
+        table=i32(4, 10),
+        **options,
+    )
+
+
 _ONCE = dict(round_first=False)
 _GEMMA4 = dict(pages=True, **_ONCE)
 CASES = [
@@ -138,6 +161,8 @@ CASES = [
     ),
     *_rotary(8, 4, 128, turned=0),
     *_rotary(8, 4, 128, splits=2, norms="qk", norm_last=True),
+    *_latents(20, 2, pairs=True),
+    *_latents(128, 1, pairs=True, round_tables=False),
     *launches("silu", swiglu, bf16(60, 14336), bf16(60, 14336)),
     *launches("gelu_tanh", swiglu, bf16(60, 14336), bf16(60, 14336), "gelu_tanh"),
     *launches("gated heads", gate_heads, bf16(4, 60, 24, 256), bf16(4, 60, 24, 256)),

@@ -28,9 +28,12 @@ OF_KERNELS = FIELDS[3:8]  # which the streamed kernel does not read
 
 
 class Heads(NamedTuple):
+    """values: columns of the keys that are the values, in latent attention; None: values have a place of their own."""
+
     queries: int
     keys: int
     width: int
+    values: int | None = None
 
     @property
     def group(self) -> int:
@@ -45,20 +48,24 @@ class Case(NamedTuple):
     lengths: Tensor
     ancestors: Tensor
     table: Tensor
+    values: int | None
 
     def run(self, use: Settings, layer: int) -> Tensor:
         scale = self.q.shape[-1] ** -0.5
         case = self.q, self.caches[layer], self.lengths, self.ancestors
-        return launchers._launch(*case, scale, None, use, self.table, new_keys=self.q.shape[1])
+        return launchers._launch(*case, scale, None, use, self.table, new_keys=self.q.shape[1], value_width=self.values)
 
     def expected(self) -> Tensor:
         q, cache = self.q.float(), self.caches[0].float()
         scale = q.shape[-1] ** -0.5
-        return tree_attention(q, cache, self.lengths, self.ancestors, scale=scale, table=self.table)
+        options = dict(scale=scale, table=self.table, value_width=self.values)
+        return tree_attention(q, cache, self.lengths, self.ancestors, **options)
 
 
 def heads_of(shape: str) -> Heads:
     sizes = SHAPES[shape]
+    if (rank := sizes.get("kv_lora_rank")) is not None:
+        return Heads(sizes["num_attention_heads"], 1, rank + sizes["qk_rope_head_dim"], rank)
     queries, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     return Heads(queries, sizes["num_key_value_heads"], sizes.get("head_dim", hidden // queries))
 
@@ -66,23 +73,25 @@ def heads_of(shape: str) -> Heads:
 def make_case(heads: Heads, nodes: int, batch: int, keys: int, device: str, layers: int = 0) -> Case:
     """A case with `keys` committed rows for each sequence, in shuffled pages; `layers` 0: as many as exceed L2."""
     pages = -(-(keys + 64 * -(-nodes // 64)) // PAGE_ROWS)
-    size = 4 * batch * pages * heads.keys * PAGE_ROWS * heads.width
+    sides = 2 if heads.values is None else 1
+    size = 2 * sides * batch * pages * heads.keys * PAGE_ROWS * heads.width
     layers = layers or max(2, int(CACHE_BYTES / size))
     bf16 = {"device": device, "dtype": torch.bfloat16}
     table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
     parents = torch.tensor([[max(0, (node - 1) // 3) for node in range(nodes)]], device=device)
     return Case(
         torch.randn(batch, nodes, heads.queries, heads.width, **bf16),
-        torch.randn(batch * pages, layers, 2, heads.keys, PAGE_ROWS, heads.width, **bf16).permute(1, 2, 0, 3, 4, 5),
+        torch.randn(batch * pages, layers, sides, heads.keys, PAGE_ROWS, heads.width, **bf16).permute(1, 2, 0, 3, 4, 5),
         torch.full((batch,), keys, dtype=torch.int32, device=device),
         pack_ancestors(_ancestor_closure(parents).expand(batch, -1, -1)),
         table,
+        heads.values,
     )
 
 
 def now(heads: Heads, nodes: int, batch: int, capability: tuple[int, int] | None) -> Settings:
     """Today's settings, which are to be beaten."""
-    return settings_for(nodes * heads.group, heads.width, heads.keys, batch, torch.bfloat16, capability)
+    return settings_for(nodes * heads.group, heads.values or heads.width, heads.keys, batch, torch.bfloat16, capability)
 
 
 def candidates(args: argparse.Namespace, use: Settings) -> Iterator[Settings]:
@@ -160,7 +169,8 @@ def sweep(args: argparse.Namespace) -> None:
 def _show(nodes: int, batch: int, use: Settings, times: dict, heads: Heads, bandwidth: float, top: int) -> None:
     best = {key for found in times.values() for key in sorted(found, key=found.get)[:top]}
     ranked = sorted(best - {use}, key=lambda other: sum(found.get(other, 1e9) for found in times.values()))
-    reading = [f"{4 * batch * keys * heads.keys * heads.width / bandwidth * 1e6:7.1f}" for keys in times]
+    row_bytes = (4 if heads.values is None else 2) * heads.keys * heads.width
+    reading = [f"{row_bytes * batch * keys / bandwidth * 1e6:7.1f}" for keys in times]
     print(f"{nodes} nodes of {batch} sequences, keys {' '.join(map(str, times))}")
     print(f"  {' '.join(reading)}  reading")
     for other in [use, *ranked]:

@@ -58,10 +58,19 @@ class PageMemory:
     """The keys and values of layers of one shape, in all pages of a pool."""
 
     def __init__(
-        self, layers: int, heads: int, width: int, dtype: torch.dtype, device: torch.device, pages: int, grows: bool
+        self,
+        layers: int,
+        heads: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pages: int,
+        grows: bool,
+        sides: int = 2,
     ):
-        """pages: how many to allocate, all zeros. grows: more may follow, at the same address if possible."""
-        shape = (layers, 2, heads, PAGE_ROWS, width)
+        """pages: how many to allocate, all zeros. grows: more may follow, at the same address if possible. sides: keys
+        and values, or one."""
+        shape = (layers, sides, heads, PAGE_ROWS, width)
         self.page_bytes = math.prod(shape) * dtype.itemsize
         self._mapped = _mapped(device, pages * self.page_bytes) if grows else None
         if self._mapped is None:
@@ -73,7 +82,7 @@ class PageMemory:
 
     @property
     def data(self) -> Tensor:
-        """[layers, 2, P, Hkv, R, d]: a view; memory is page by page. If it grows, the last pages have no memory."""
+        """[layers, sides, P, Hkv, R, d]: a view; memory is page by page. If it grows, the last pages have no memory."""
         return self._data.permute(1, 2, 0, 3, 4, 5)
 
     @property
@@ -145,11 +154,18 @@ class PagePool:
         self.unread: set[int] = set()  # pages of prompts, not computed yet
 
     def memory(
-        self, owner: object, layers: int, heads: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        owner: object,
+        layers: int,
+        heads: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sides: int = 2,
     ) -> PageMemory:
-        """The memory of some layers, made on the first call. owner: the first of these layers."""
+        """The memory of some layers, made on the first call. owner: the first of them. sides: see PageMemory."""
         if id(owner) not in self._memories:
-            memory = PageMemory(layers, heads, width, dtype, device, self._pages, grows=self.limit is None)
+            memory = PageMemory(layers, heads, width, dtype, device, self._pages, self.limit is None, sides)
             self._memories[id(owner)] = (owner, memory)
         return self._memories[id(owner)][1]
 

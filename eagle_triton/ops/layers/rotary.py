@@ -113,7 +113,7 @@ def _columns(HOW: tl.constexpr):
 
 
 @triton.jit
-def _cos_sin_of(position, turn, HOW: tl.constexpr, DTYPE: tl.constexpr):
+def cos_sin_of(position, turn, HOW: tl.constexpr, DTYPE: tl.constexpr):
     """Cosines and sines [1, n] of a node's position."""
     place = tl.arange(0, triton.next_power_of_2(HOW.half))
     inv_freq = tl.load(turn.inv_freq + place, mask=place < HOW.half, other=0.0).to(tl.float32)
@@ -125,7 +125,7 @@ def _cos_sin_of(position, turn, HOW: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _rotated_heads(
+def rotated_heads(
     rows, split, norm_ptr, eps, first, limit, cos, sin, COUNT: tl.constexpr, DTYPE: tl.constexpr, HOW: tl.constexpr
 ):
     """COUNT heads of one row from the `first` on: normed if `norm_ptr` is given, rotated unless cos is None.
@@ -165,7 +165,7 @@ def _rotated_heads(
 
 @triton.jit
 def _normed(left, right, others, norm_ptr, eps, DTYPE: tl.constexpr, HOW: tl.constexpr):
-    """The norm of heads in the parts that `_rotated_heads` returns; the parts themselves if `norm_ptr` is None."""
+    """The norm of heads in the parts that `rotated_heads` returns; the parts themselves if `norm_ptr` is None."""
     if norm_ptr is not None:
         half: tl.constexpr = HOW.half
         GAP: tl.constexpr = 1 if HOW.pairs else half
@@ -206,10 +206,10 @@ def rotary_append_head(place, x, cache, turn, norms, temperature, out_ptr, num_n
     cos = None
     sin = None
     if turn.inv_freq is not None:
-        cos, sin = _cos_sin_of(place.position, turn, HOW, DTYPE)
+        cos, sin = cos_sin_of(place.position, turn, HOW, DTYPE)
 
     queries = x.q.ptr + place.batch * x.q.batch + place.node * x.q.row + place.head * group * x.q.head
-    left, right, others = _rotated_heads(
+    left, right, others = rotated_heads(
         Vector(queries, x.q.head), x.split, norms.q, norms.eps, 0, group, cos, sin, GROUP, DTYPE, HOW
     )
     if temperature is not None:
@@ -231,10 +231,10 @@ def rotary_append_head(place, x, cache, turn, norms, temperature, out_ptr, num_n
     if x.k is not None:
         keys = x.k.ptr + place.batch * x.k.batch + place.node * x.k.row
         key = cache.ptr + place.cache_row + place.head * cache.head
-        left, right, others = _rotated_heads(
+        left, right, others = rotated_heads(
             Vector(keys, x.k.head), x.split, norms.k, norms.eps, place.head, HOW.heads, cos, sin, 1, DTYPE, HOW
         )
-        _store_head(key, left, right, others, place.fits, HOW)
+        store_head(key, left, right, others, place.fits, HOW)
         values = x.v.ptr + place.batch * x.v.batch + place.node * x.v.row
         if norms.v is None:
             value = values + place.head * x.v.head
@@ -246,15 +246,15 @@ def rotary_append_head(place, x, cache, turn, norms, temperature, out_ptr, num_n
                 mask = in_rest[None, :] & place.fits
                 others = load_sum(value + 2 * half + offs_r[None, :], x.split, mask, HOW.splits)
         else:
-            left, right, others = _rotated_heads(
+            left, right, others = rotated_heads(
                 Vector(values, x.v.head), x.split, norms.v, norms.eps, place.head, HOW.heads, None, None, 1, DTYPE, HOW
             )
-        _store_head(key + cache.side, left, right, others, place.fits, HOW)
+        store_head(key + cache.side, left, right, others, place.fits, HOW)
 
 
 @triton.jit
-def _store_head(ptr, left, right, others, fits, HOW: tl.constexpr):
-    """Write the parts of one head, [1, n], to the cache, if its row fits."""
+def store_head(ptr, left, right, others, fits, HOW: tl.constexpr):
+    """Write the parts of heads where they fit. ptr, fits: of one head, or [heads, 1]."""
     GAP: tl.constexpr = 1 if HOW.pairs else HOW.half
     stored = ptr.dtype.element_ty
     columns, in_half = _columns(HOW)
