@@ -54,6 +54,12 @@ SYMMETRIC = gl.constexpr(_from_integers(f"{0x43004300 + MIDDLE * 0x10001}"))
 WITH_ZEROS = gl.constexpr(_from_integers("$24"))
 
 
+@gluon.constexpr_function
+def conversion_of(INTEGERS, ZEROS):
+    """The PTX for weights of this kind."""
+    return (WITH_ZEROS if ZEROS else SYMMETRIC).value if INTEGERS else MXFP4.value
+
+
 @gl._core.builtin
 def converted(words, factors, conversion, _semantic=None):
     """The pairs 0, 1, 2 and 3 of words, converted with pairs of scales, and of zeros if there are any. conversion: the
@@ -66,16 +72,15 @@ def converted(words, factors, conversion, _semantic=None):
 
 
 class _Scales(NamedTuple):
-    """Pointers to scales, and to zeros if there are any; where their rows begin, and the bit at which a zero begins in
-    its word, [height, 1]; the numbers of the units of the first part [1, 8], and how many units a row has."""
+    """Where a program's scales lie, and its zeros if there are any."""
 
     ptr: gl.tensor
     zeros: gl.tensor
-    row: gl.tensor
-    row_of_zeros: gl.tensor
-    bit: gl.tensor
-    unit: gl.tensor
-    units: gl.tensor
+    row: gl.tensor  # where rows of scales begin, [height, 1]
+    row_of_zeros: gl.tensor  # where rows of zeros begin, [height, 1]
+    bit: gl.tensor  # at which a zero begins in its word, [height, 1]
+    unit: gl.tensor  # the numbers of the units of the first part, [1, 8]
+    units: gl.tensor  # of a row
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.overlap import overlapped_on_hopper
 
 FourBits = Mxfp4Weight | FourBitExpertWeight
+Clamp = tuple[float, float] | None
 HEIGHT = 64  # rows of an expert's weights, or half of them
 _FEW, _PROGRAMS_OF_MANY = 16, 2  # of more than _FEW rows most experts get fewer than 8, so most tiles would be empty
 # A thread's most registers by the rows of a tile of x, without and with zeros: with fewer, more programs run at once.
@@ -45,8 +46,8 @@ _BF16 = gl.constexpr(gl.bfloat16)
 
 @gluon.jit
 def _tiles_of(word, X_ROWS: gl.constexpr):
-    """The first of a program's tiles of rows, and the end of them. word: a bit for each of the expert's rows. The last
-    program of an expert takes all tiles that are left."""
+    """The first of a program's tiles of rows, and the one after its last. word: a bit for each of the expert's rows.
+    The last program of an expert takes all tiles that are left."""
     count = gl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [word], gl.int32, is_pure=True, pack=1)
     tile, tiles = gl.program_id(0), (count + X_ROWS - 1) // X_ROWS
     return tile, gl.where(tile + 1 == gl.num_programs(0), tiles, gl.minimum(tile + 1, tiles))
@@ -71,12 +72,6 @@ def _x_rows(word, tile, X_ROWS: gl.constexpr):
     return XRows(remaining, row)
 
 
-@gluon.constexpr_function
-def _filled(size):
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
-
-
 @gluon.jit
 def _places_of(routes, expert, row, TILE: gl.constexpr):
     """For each of these rows [8 or 16], the place of this expert among those that the row chose."""
@@ -86,7 +81,7 @@ def _places_of(routes, expert, row, TILE: gl.constexpr):
         for j in gl.static_range(CHOSEN):
             found = gl.where(gl.load(routes.experts + j) == expert, j, found)
     else:
-        COUNT: gl.constexpr = _filled(CHOSEN)
+        COUNT: gl.constexpr = triton.next_power_of_2(CHOSEN)
         layout: gl.constexpr = gl.BlockedLayout([1, COUNT], [8, 4], [WARPS, 1], [1, 0])
         of_row = gl.convert_layout(row, gl.SliceLayout(1, layout))[:, None] * CHOSEN
         place = gl.arange(0, COUNT, gl.SliceLayout(0, layout))[None, :]
@@ -154,7 +149,7 @@ def _split_by_eight(vector):
 
 @gluon.jit
 def _load_bias(weight, expert, first, TILE: gl.constexpr):
-    """The bias of each tile's first and second rows [2, 8, 1, 1]; zeros without one."""
+    """The bias of each tile's first and second rows, [2, 8, 1, 1] each. Without a bias, zeros."""
     parts = _by_rows(gl.zeros((2, 8, 4, 4), gl.float32, gl.SliceLayout(0, WEIGHTS)))  # for their layout
     layout: gl.constexpr = parts[0].type.layout
     found = ()
@@ -170,7 +165,7 @@ def _load_bias(weight, expert, first, TILE: gl.constexpr):
 
 @gluon.jit
 def _with_bias(sums, bias, BIASED: gl.constexpr):
-    """Rounded sums, with a bias."""
+    """Sums, rounded before and after the bias is added."""
     value = rounded(sums, _BF16)
     return rounded(value + bias.to(gl.float32), _BF16) if BIASED else value
 
@@ -319,14 +314,7 @@ def takes(x: Tensor, weight: FourBits) -> bool:
 
 
 def experts_swiglu(
-    x: Tensor,
-    weight: FourBits,
-    bias: Rows | None,
-    routes: Any,
-    out: Tensor,
-    *,
-    interleaved: bool,
-    clamp: tuple[float, float] | None,
+    x: Tensor, weight: FourBits, bias: Rows | None, routes: Any, out: Tensor, *, interleaved: bool, clamp: Clamp
 ) -> None:
     """products.experts_swiglu, which has checked the arguments, into `out` [n, k, I]. routes: its _RoutesParts."""
     rows, chosen, _ = out.shape
@@ -335,14 +323,7 @@ def experts_swiglu(
     _launch(swiglu_kernel, tile, rows, routes, Rows.of(x), *_operands_of(weight, bias, tile), routes, out, limit, alpha)
 
 
-def experts_down(
-    inner: Tensor,
-    weight: FourBits,
-    bias: Rows | None,
-    routes: Any,
-    weights: Tensor,
-    out: Tensor,
-) -> None:
+def experts_down(inner: Tensor, weight: FourBits, bias: Rows | None, routes: Any, weights: Tensor, out: Tensor) -> None:
     """products.experts_down into the parts `out` [k, n, H]. weights [n, k]: of the rows' experts."""
     chosen, rows, _ = out.shape
     tile = _tile_of("down", rows, chosen, weight)

@@ -12,26 +12,10 @@ from typing import NamedTuple
 
 import triton.language.core as tl_core
 
-from eagle_triton.ops.experts.hopper_conversion import (
-    MXFP4,
-    SYMMETRIC,
-    WITH_ZEROS,
-    converted_row,
-    factors_of,
-    load_scales,
-    scales_of,
-)
+from eagle_triton.ops.experts.hopper_conversion import conversion_of, converted_row, factors_of, load_scales, scales_of
 from eagle_triton.ops.experts.hopper_tiles import UNIT, WARPS, WEIGHTS, by_row, part_layout, row_of, row_tiles
 from eagle_triton.ops.linear.gluon_tiles import await_full, barriers, ready
-from eagle_triton.runtime.gluon import (
-    TensorDescriptor,
-    async_load,
-    debug_barrier,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-)
+from eagle_triton.runtime.gluon import TensorDescriptor, async_load, debug_barrier, gl, gluon, mbarrier, reinterpret
 
 ROWS = gl.constexpr(8)  # of x that the tensor cores multiply at a time
 _SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
@@ -44,12 +28,6 @@ def _parts_in_slot(X_ROWS):
     return 2 if X_ROWS == 1 else 1
 
 
-@gluon.constexpr_function
-def _eights_of(X_ROWS):
-    """How often the tensor cores multiply a part of weights: once for each eight rows of x."""
-    return (X_ROWS + 7) // 8
-
-
 @gluon.jit
 def steps_of(depth, X_ROWS: gl.constexpr):
     """How many steps the columns of a row take. A step uses one slot."""
@@ -57,18 +35,17 @@ def steps_of(depth, X_ROWS: gl.constexpr):
 
 
 class Ring(NamedTuple):
-    """The parts of all slots, of weights [slots * parts, height, 32 words] and of x [slots * parts * eights, 8 rows or
-    1, 128 words]; a barrier for each slot says that its weights have come. desc: of the words in global memory."""
+    """Slots for the weights and the x of a step."""
 
-    desc: TensorDescriptor
-    words: gl.shared_memory_descriptor
-    x: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
+    desc: TensorDescriptor  # of the words in global memory
+    words: gl.shared_memory_descriptor  # parts of weights, [slots * parts, height, 32 words]
+    x: gl.shared_memory_descriptor  # parts of x, [slots * parts * eights, 8 rows or 1, 128 words]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: its weights have come
 
 
 @gluon.jit
 def new_ring(desc, TILE: gl.constexpr):
-    EIGHTS: gl.constexpr = _eights_of(TILE.x_rows)
+    EIGHTS: gl.constexpr = (TILE.x_rows + ROWS - 1) // ROWS
     PARTS: gl.constexpr = _SLOTS * _parts_in_slot(TILE.x_rows)
     x_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, TILE.x_rows // EIGHTS, [1, 0])
     ring = Ring(
@@ -83,7 +60,7 @@ def new_ring(desc, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_words(ring, steps_before, step, weight, expert, first, wanted, TILE: gl.constexpr):
-    """Let TMA load an expert's weights for a step, which fill a slot, if wanted. steps_before: see sums_of."""
+    """If wanted, start the loads of an expert's weights for a step, which fill a slot. steps_before: see sums_of."""
     BOX: gl.constexpr = ring.desc.block_type.shape[0]
     PARTS: gl.constexpr = ring.words.shape[0] // _SLOTS
     BOXES: gl.constexpr = PARTS * (TILE.height // BOX)
@@ -97,21 +74,19 @@ def copy_words(ring, steps_before, step, weight, expert, first, wanted, TILE: gl
 
 
 class XRows(NamedTuple):
-    """A tile's rows of x. row [8 or 16]: their numbers. remaining: how many rows the expert has from the first of them
-    on."""
+    """The rows of x of a tile."""
 
-    remaining: gl.tensor
-    row: gl.tensor
+    remaining: gl.tensor  # how many rows the expert has, from the first of the tile on
+    row: gl.tensor  # the numbers of the tile's rows, [8 or 16]
 
 
 class _XPointers(NamedTuple):
-    """Pointers to the rows of x of a program's first step [parts * rows, 1], which of them there are, their columns
-    [parts * rows, 256], and how many columns a row has."""
+    """Where the rows of x of a program's first step lie."""
 
-    ptr: gl.tensor
-    exists: gl.tensor
-    column: gl.tensor
-    depth: gl.tensor
+    ptr: gl.tensor  # [parts * rows, 1]
+    exists: gl.tensor  # which of the rows there are, [parts * rows, 1]
+    column: gl.tensor  # [parts * rows, 256]
+    depth: gl.tensor  # columns of a row
 
 
 @gluon.jit
@@ -194,18 +169,18 @@ def multiply_add(first, second, x, sums, multiplication, _semantic=None):
 
 @gluon.jit
 def sums_of(ring, steps_before, x, x_rows, weight, expert, first, TILE: gl.constexpr):
-    """Sums [2, 8, 4, 4], one for each tile of weights and each eight rows of x. The t-th of four threads has two rows
-    of weights times rows 2 t and 2 t + 1 of x.
+    """The sums of a tile: a tensor [2, 8, 4, 4] for each tile of the tensor cores and each eight rows of x. The t-th of
+    four threads has two rows of weights times rows 2 t and 2 t + 1 of x.
 
-    steps_before: how many steps the program has made for earlier tiles of x. The loads of the first weights must have
-    been started.
+    steps_before: how many steps the program has made for earlier tiles of x. The loads of the first step's weights must
+    have been started (copy_words).
     """
     INTEGERS: gl.constexpr = weight.scales.dtype.element_ty != gl.uint8
     ZEROS: gl.constexpr = weight.zeros is not None
-    CONVERSION: gl.constexpr = (WITH_ZEROS if ZEROS else SYMMETRIC) if INTEGERS else MXFP4
+    CONVERSION: gl.constexpr = conversion_of(INTEGERS, ZEROS)
     X_ROWS: gl.constexpr = TILE.x_rows
     PARTS: gl.constexpr = _parts_in_slot(X_ROWS)
-    EIGHTS: gl.constexpr = _eights_of(X_ROWS)
+    EIGHTS: gl.constexpr = (X_ROWS + ROWS - 1) // ROWS  # how often the tensor cores multiply a part of weights
     TILES: gl.constexpr = row_tiles(TILE.height)
     pointers, scales = _x_pointers(x, x_rows, weight.depth, X_ROWS), scales_of(weight, expert, first, TILE)
     steps = steps_of(weight.depth, X_ROWS)

@@ -23,29 +23,24 @@ WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [2, 2,
 
 
 class Tile(NamedTuple):
-    """What a program multiplies: `height` rows of weights by `x_rows` rows of x.
+    """What a program multiplies: `height` rows of weights by `x_rows` rows of x."""
 
-    kind: "down", or gate and up, "interleaved" or in "halves". There a gate is a first row, and its up the second.
-    group: columns of weights that share a scale. chosen: experts of a row of x. clamped: whether SwiGLU is.
-    """
-
-    kind: str
+    kind: str  # "down", or how gate and up lie: "interleaved" or in "halves"
     height: int
     x_rows: int
-    group: int
-    chosen: int
-    clamped: bool
+    group: int  # columns of weights that share a scale
+    chosen: int  # experts of a row of x
+    clamped: bool  # whether SwiGLU is
 
 
 class Weight(NamedTuple):
-    """A weight of all experts, without its words: its scales and zeros, its bias [E, rows], and how many rows and
-    columns each expert has."""
+    """A weight of all experts, without its words."""
 
     scales: Tensor
     zeros: Tensor | None
-    bias: Rows | None
-    rows: int
-    depth: int
+    bias: Rows | None  # [E, rows]
+    rows: int  # of each expert
+    depth: int  # columns
 
 
 # Functions of constants take a tile's fields: under Triton 3.6 a tuple has no names there.
@@ -57,9 +52,9 @@ def row_tiles(height):
 
 @gluon.constexpr_function
 def _bits(kind, height):
-    """Which bits of a row's number in a part give its place among a tensor's eight rows (three bits, the lowest first),
-    whether it is a first or a second row, its place on the second axis, and its tile if there are two. They are chosen
-    so that eight lanes read all banks of shared memory."""
+    """Which bits of a row's number in a part say where the row lies in WEIGHTS: three bits for its place among eight
+    rows (the lowest first), one for first or second row of a tile (a gate is a first row, its up the second), one for
+    the second axis, and one for the tile if there are two. So chosen, eight lanes read all banks of shared memory."""
     rows, second, half, tile = {
         "interleaved": ((2, 1, 3), 0, 5, 4),
         "halves": ((2, 0, 1), 5, 4, 3),
@@ -72,8 +67,8 @@ def _bits(kind, height):
 
 @gluon.constexpr_function
 def part_layout(kind, height, width):
-    """The layout of a part's words [height, 32], where a thread has four of each of its rows, or of its scales
-    [height, 8]."""
+    """The layout of a part's words [height, 32], or of its scales [height, 8]. A thread has four words of each of its
+    rows, or one scale."""
     rows, second, half, tiles = _bits(kind, height)
     words = [[0, 1], [0, 2]] if width == 32 else []
     registers = [*words, [1 << second, 0], *([1 << tile, 0] for tile in tiles)]
@@ -83,8 +78,11 @@ def part_layout(kind, height, width):
 
 @gluon.constexpr_function
 def part_axes(kind, height, *words):
-    """How a part is separated into a thread's rows: its shape with an axis for each bit of a row's number, then
-    [2, 4, *words]; the order of axes that gives those of WEIGHTS, then tile and second; and the shape that results."""
+    """How a part is separated into a thread's rows, for `by_row`: a shape, an order of axes, and the final shape.
+
+    The first shape has an axis for each bit of a row's number, then [2, 4, *words]. The order puts the axes of WEIGHTS
+    first, then the tile if there are two, then first or second row.
+    """
     rows, second, half, tiles = _bits(kind, height)
     count = 4 + 1 + len(tiles)
     of_rows = (count - 1 - bit for bit in reversed(rows))
