@@ -471,8 +471,11 @@ def run(
         range=lambda *ends: map(Number, range(*ends)),
     )
     module.update(assembly or {})
-    for value in list(module.values()):  # what functions of other modules call
-        if isinstance(getattr(value, "fn", None), types.FunctionType):
+    waiting, known = list(module.values()), {id(kernel.fn.__globals__)}
+    for value in waiting:  # what functions of other modules call
+        if isinstance(getattr(value, "fn", None), types.FunctionType) and id(value.fn.__globals__) not in known:
+            known.add(id(value.fn.__globals__))
+            waiting += value.fn.__globals__.values()
             module = {**value.fn.__globals__, **module}
     module = _plain(module)
     others = []  # what functions of other modules find by name

@@ -302,19 +302,19 @@ def test_which_products_in_four_bits_hoppers_kernels_take(monkeypatch):
 @pytest.mark.parametrize("kind", ["interleaved", "halves", "down"])
 def test_hoppers_kernels_know_whose_weights_a_thread_has(kind, height):
     """The order of axes in which they take a part apart, against the rows of weights that they give its sums."""
-    hopper = gluon_module("eagle_triton.ops.experts.hopper_experts")
+    hopper = gluon_module("eagle_triton.ops.experts.hopper_tiles")
     if hopper is None:
         pytest.skip("needs Triton 3.6")
-    part, tiles = hopper._Part(kind, height), height // 32
-    bits, order, of_rows = hopper._part_axes(part, 4)
+    shape, tiles = hopper.Tile(kind, height, 8, 32, 4, False), height // 32
+    bits, order, of_rows = hopper.part_axes(kind, height, 4)
     words = torch.arange(height * 32).view(*bits).permute(order).reshape(of_rows).view(2, 2, 8, 4, 4, tiles, 2)
     word = torch.arange(32).view(2, 1, 1, 4, 4)
     half, row = torch.arange(2).view(1, 2, 1, 1, 1), torch.arange(8).view(1, 1, 8, 1, 1)
     rows = []
     for tile, second in itertools.product(range(tiles), range(2)):
-        number = hopper._number.fn(half, row, tile, second, part)
+        number = hopper.number_in_part.fn(half, row, tile, second, shape)
         assert torch.equal(words[..., tile, second], (32 * number + word).expand(2, 2, 8, 4, 4))
-        rows.append(hopper._row_of.fn(number, 1000, 10000, part).flatten())
+        rows.append(hopper.row_of.fn(number, 1000, 10000, shape).flatten())
     gates, ups = torch.cat(rows[::2]), torch.cat(rows[1::2])
     if kind == "interleaved":
         assert torch.equal(ups, gates + 1) and sorted(gates.tolist()) == [*range(2000, 2000 + height, 2)]

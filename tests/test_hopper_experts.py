@@ -1,4 +1,4 @@
-"""ops/experts/hopper_experts.py by its own Python: all that is not PTX, layouts and fences."""
+"""The kernels of ops/experts/hopper_experts.py by their own Python: all that is not PTX, layouts and fences."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.test_experts import in_four_bits, packed
 hopper: Any = gluon_module("eagle_triton.ops.experts.hopper_experts")
 if hopper is None:
     pytest.skip("needs Triton 3.6", allow_module_level=True)
+conversions: Any = gluon_module("eagle_triton.ops.experts.hopper_conversion")
 
 BF16 = torch.bfloat16
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -37,13 +38,13 @@ def numbers_of(pairs: Any) -> Any:
 
 
 def converted(words: Any, factors: tuple[Any, ...], conversion: str) -> list[Any]:
-    """What `_converted` gives, with the numbers of a pair along a new last axis."""
+    """What `converted` gives, with the numbers of a pair along a new last axis."""
     scales, *zeros = map(numbers_of, factors)
-    assert len(zeros) == (conversion == hopper._WITH_ZEROS.value)
+    assert len(zeros) == (conversion == conversions.WITH_ZEROS.value)
     found = []
     for pair in range(4):
         bits = np.asarray(words)[..., None] >> np.array([4 * pair, 16 + 4 * pair]) & 15
-        if conversion == hopper._MXFP4.value:
+        if conversion == conversions.MXFP4.value:
             numbers = E2M1[bits] * 2.0**-126
         else:
             numbers = bits - (zeros[0] - 128 if zeros else 8)
@@ -52,7 +53,7 @@ def converted(words: Any, factors: tuple[Any, ...], conversion: str) -> list[Any
 
 
 def multiply_add(first: list[Any], second: list[Any], x: tuple[Any, ...], sums: Any, _: str) -> Any:
-    """What `_multiply_add` gives: a thread has two sums of the first row of weights, then two of the second."""
+    """What `multiply_add` gives: a thread has two sums of the first row of weights, then two of the second."""
 
     def in_rows(pairs: list[Any]) -> Any:
         return np.stack(pairs, -1).reshape(2, 2, 8, -1)
@@ -67,7 +68,7 @@ def ones_in(words: Any) -> Any:
     return np.vectorize(lambda word: (int(word) % 2**64).bit_count(), otypes=[np.int64])(words)
 
 
-ASSEMBLY = {"popc.b64 $0, $1;": ones_in, "_converted": converted, "_multiply_add": multiply_add}
+ASSEMBLY = {"popc.b64 $0, $1;": ones_in, "converted": converted, "multiply_add": multiply_add}
 
 
 @pytest.fixture

@@ -215,14 +215,15 @@ def test_weights_at_addresses_that_its_loads_cannot_begin_with_are_refused(name,
 )
 def test_programs_make_all_rows_of_q_k_and_v(queries, width, key_heads):
     """Each block of q once, and each of k and v by all groups that share its head, in the order of their mailbox."""
+    loading = pytest.importorskip("eagle_triton.ops.one_launch.loading")
     kernel = pytest.importorskip("eagle_triton.ops.one_launch")
     sizes = kernel.Sizes(2048, queries, width, width, 2048, 1, False, KV=key_heads)
     q_blocks, heads = queries * width // 128, width // 8
     for pid in range(128):
         group, member = divmod(pid, 16)
         gl = SimpleNamespace(program_id=lambda axis, pid=pid: pid, where=lambda which, a, b: a if which else b)
-        gl.constexpr = kernel.gl.constexpr
-        block_of = FunctionType(kernel._block_of_qkv.fn.__code__, {"gl": gl, "_MEMBERS": 16})
+        gl.constexpr = loading.gl.constexpr
+        block_of = FunctionType(loading.block_of_qkv.fn.__code__, {"gl": gl, "MEMBERS": 16})
         for block in range(q_blocks + width // 64):
             of_q, of_k, place = block_of(block, sizes)
             in_group = block * 16 + member  # of the group's q, then its k and its v

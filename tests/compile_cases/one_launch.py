@@ -1,7 +1,8 @@
 """All layers over one row in one launch: models' shapes, narrow heads with norms, and the least free shared memory."""
 
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.ops.one_launch import _NARROW, Cache, Mailboxes, Model, Row, Sizes, one_launch_kernel, settings_for
+from eagle_triton.ops.one_launch import Cache, Mailboxes, Model, Row, Sizes, one_launch_kernel, settings_for
+from eagle_triton.ops.one_launch.sizes import NARROW
 
 SIZES = {
     "qwen3-0.6b": Sizes(1024, 2, 128, 128, 3072, 28, True),
@@ -19,7 +20,7 @@ SIZES = {
 
 
 def rows_of(width: int) -> str:
-    return f"tensordesc<bf16[1, 16, 64],{_NARROW.value!r}>" if width % 1024 else tiles(16, 64)
+    return f"tensordesc<bf16[1, 16, 64],{NARROW.value!r}>" if width % 1024 else tiles(16, 64)
 
 
 def tiles(height: int, width: int) -> str:
@@ -35,11 +36,10 @@ CASES = [
             of_hidden=rows_of(sizes.H),
             of_inner=rows_of(sizes.I),
             keys=tiles(4096 // sizes.D, sizes.D),
-            model=Model("*bf16", "*bf16", "*i32", "*i64", "*fp32", "fp32"),
+            model=Model("*bf16", "*bf16", "*i32", "*i64", "*fp32", *["fp32"] * 3),
             row=Row("*i64", "*i32", "i32", "*i32", "*bf16", "*bf16", "*i32", "i32"),
             cache=Cache("*bf16", *["i32"] * 3),
             boxes=Mailboxes(*["*i32"] * 9),
-            **dict.fromkeys(("epsilon", "scale"), "fp32"),
             **dict.fromkeys(("S", "SLOTS", "LOADS"), "constexpr"),
         ),
         dict(S=sizes, **settings_for(sizes)),

@@ -1,5 +1,5 @@
 """All layers of a model over one row in one launch: for which models, and the kernel's arguments. See
-ops/one_launch.py."""
+ops/one_launch/."""
 
 from __future__ import annotations
 
@@ -279,7 +279,6 @@ class OneLaunch:
         kernel, mixer = _kernel(), layers[0].mixer
         assert isinstance(mixer, Attention) and isinstance(embedding, Tensor) and norm is not None
         self.programs = kernel.PROGRAMS.value
-        self._scale, self._eps = mixer.scale * math.log2(math.e), norm.eps
         device, mlp = embedding.device, layers[0].mlp
         self._sizes = kernel.Sizes(
             *(embedding.shape[1], mixer.num_heads // 8, mixer.head_dim, 2 * len(mixer.rotary.inv_freq)),
@@ -294,10 +293,8 @@ class OneLaunch:
         weights = [weight for layer in layers for weight in _matrices(layer)]
         lowest = min(weights, key=Tensor.data_ptr)
         self._weights = kernel.weights_descriptor(lowest, _span(weights))
-        self._of_hidden, self._of_inner = (
-            kernel.narrow_descriptor(lowest, _span(weights), width) if width % _PART else self._weights
-            for width in (self._sizes.H, self._sizes.I)
-        )
+        self._of_hidden = kernel.weights_descriptor(lowest, _span(weights), self._sizes.H)
+        self._of_inner = kernel.weights_descriptor(lowest, _span(weights), self._sizes.I)
         self._model = kernel.Model(
             embedding,
             norm.weight,
@@ -305,6 +302,8 @@ class OneLaunch:
             torch.tensor([_addresses(layer) for layer in layers], dtype=torch.int64, device=device),
             mixer.rotary.inv_freq.float().contiguous(),
             mixer.rotary.attention_scaling,
+            norm.eps,
+            mixer.scale * math.log2(math.e),
         )
         sizes = kernel.Mailboxes.sizes(self._sizes)
         boxes = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
@@ -370,8 +369,6 @@ class OneLaunch:
             kernel.Row(tokens, lengths, skip, table, hidden, normed, *at_least),
             kernel.Cache(data, page, layer, values),
             self._boxes,
-            self._eps,
-            self._scale,
             self._sizes,
             num_warps=8,
             launch_cooperative_grid=True,
