@@ -68,7 +68,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", LATENT | LATENT_EXPERTS | dict(rope_interleave=False, rope_parameters={
         **YARN, "mscale": 1.0, "mscale_all_dim": 1.0})),
     "youtu": ("youtu", LATENT),
-    "axk1": ("axk1", LATENT | LATENT_EXPERTS),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", dict(sliding_window=8)),
     "gemma2": ("gemma2", dict(query_pre_attn_scalar=24, attn_logit_softcapping=5.0, **SLIDING)),
@@ -148,9 +147,7 @@ NOT_OVER_RANKS = {
     "sarvam_moe": "issues during automatic conversion of the weights",
     "qwen3_vl_moe_text": "ignore_mismatched_sizes",
     "granite_swa": "self_attn.sinks is sharded over several devices",
-    **dict.fromkeys(
-        ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "axk1"), "_b_proj.weight is sharded over several devices"
-    ),
+    **dict.fromkeys(("glm4_moe_lite", "deepseek_v2"), "_b_proj.weight is sharded over several devices"),
 }
 """Families that ranks cannot share, and words of the refusal. Those of Sarvam and of Qwen3-VL's mixture are
 transformers' own, as it loads them."""

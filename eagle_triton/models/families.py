@@ -229,7 +229,6 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("topk_method", *LATENT, *EXPERTS)),
     "deepseek_v3": DEEPSEEK_V3,
     "youtu": replace(DEEPSEEK_V3, shown_by_modules=("embedding_initializer_range", *LATENT)),
-    "axk1": DEEPSEEK_V3,
     "dots1": Family(window="by_layer", shown_by_modules=EXPERTS),
     "solar_open": Family(shown_by_modules=EXPERTS),
     "mellum": Family(window="by_layer", shown_by_modules=(*MTP_LAYERS, *EXPERTS)),

@@ -12,11 +12,6 @@ from eagle_triton.families.reading.module_reader import ModuleReader
 
 def read_latent_attention(read: ModuleReader, rotary: Rotary) -> LatentAttention:
     """The latent attention of the module that `read` reads. The matrices of keys and values are views of its weight."""
-    if read.styles:
-        raise UnsupportedModelError(
-            f"{read.path} is latent attention, which ranks do not share (tp_plan): load the model on one device",
-            "devices",
-        )
     heads, own, width = (read.value(name, int) for name in ("num_heads", "qk_nope_head_dim", "v_head_dim"))
     both = read.projection("kv_b_proj")
     if not isinstance(both.weight, torch.Tensor) or both.bias is not None:
