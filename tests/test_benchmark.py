@@ -430,7 +430,7 @@ def test_positions_are_those_of_the_shapes_and_the_demo():
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
     published = {"llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.60}
     published |= {"qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70}
-    published |= {"gpt-oss-20b": 20.91, "gemma3-12b": 11.77, "phi4-mini": 3.84}
+    published |= {"gpt-oss-20b": 20.91, "gemma3-12b": 11.77, "phi4-mini": 3.84, "glm-4.7-flash": 29.94}
     if hasattr(transformers, "MuseGlimmerConfig"):
         published["muse-glimmer-30b"] = 27.85
     for shape, billions in published.items():

@@ -31,8 +31,8 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 SHAPES = dict.fromkeys(
     (
         *("tiny", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "qwen3-4b"),
-        *("qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "gemma3-12b"),
-        *("muse-glimmer-30b", "phi4-mini"),
+        *("qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "glm-4.7-flash"),
+        *("gemma3-12b", "muse-glimmer-30b", "phi4-mini"),
     ),
     131072,
 )  # positions of eagle_triton.models.shapes

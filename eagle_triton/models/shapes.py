@@ -72,6 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": _sizes(
         *(2048, 10240, 47, 20, 20),
         model_type="glm4_moe_lite",
+        head_dim=64,
         q_lora_rank=768,
         kv_lora_rank=512,
         qk_nope_head_dim=192,
