@@ -83,7 +83,9 @@ def tree_attention(
     width = value_width or q.shape[3]
     _check_kernel_limits(q, cache, lengths, ancestors, table, sinks, width)
     rows = (tune_for_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
-    use = settings_for(rows, width, cache.shape[2], len(q), q.dtype, _capability(q.device), sliding_window)
+    use = settings_for(
+        rows, width, cache.shape[2], len(q), q.dtype, _capability(q.device), sliding_window, value_width is not None
+    )
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(
@@ -148,11 +150,13 @@ def settings_for(
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
     sliding_window: int | None = None,
+    of_latents: bool = False,
 ) -> Settings:
     """The launch settings for `rows` = N * G query rows per key/value head.
 
     Settings do not depend on lengths, nor `splits` on the batch, so output bits depend on neither. `capability` is that
-    of a CUDA device, None elsewhere. The times are in docs/speed-notes.md, "Attention of trees".
+    of a CUDA device, None elsewhere. of_latents: values are a part of the keys. The times are in docs/speed-notes.md,
+    "Attention of trees".
     """
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper and width <= 256 else 2
@@ -179,13 +183,17 @@ def settings_for(
         programs = splits if for_a_split * batch < (128 if few_rows else 256) else 1
         if widest and programs < splits:  # a program that adds up its splits holds the sums of two
             block_m = 16
+    num_warps = 8 if widest and capability is not None else 4  # as in the megakernel: launch.DRAFT_WARPS
+    if of_latents and dtype != torch.float32:  # all query heads are rows of one key head
+        block_m, num_warps = 16 if rows <= 128 else block_m, 4
+        splits = programs = min(16, _power_of_two(1024 // triton.cdiv(rows, block_m)))
     return Settings(
         block_m,
         block_n,
         splits,
         programs,
         2 if few_rows or wide_tree else 4,
-        8 if widest and capability is not None else 4,  # as in the megakernel: launch.DRAFT_WARPS
+        num_warps,
         num_stages,
         32 if wide_tree and block_m == 64 else min(block_n, 64),  # else the sums of a tile do not fit in the registers
         pdl=2 if hopper else 0,

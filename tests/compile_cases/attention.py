@@ -104,10 +104,10 @@ CASES += [
     case
     for target in EVERYWHERE
     for cases in (
-        _latent(60, 1, 20, targets=(target,), local=80),
-        _latent(1, 1, 20, targets=(target,)),
-        _latent(512, 0, 20, targets=(target,), local=24),
-        _latent(60, 1, 128, targets=(target,)),
+        _latent(60, 1, 20, targets=(target,), local=560),
+        _latent(1, 1, 20, targets=(target,), local=240),
+        _latent(512, 0, 20, targets=(target,), local=544),
+        _latent(60, 1, 128, targets=(target,), local=456),
         _latent(60, 1, 40, 256, targets=(target,), local=104),
     )
     for case in cases

@@ -91,7 +91,9 @@ def make_case(heads: Heads, nodes: int, batch: int, keys: int, device: str, laye
 
 def now(heads: Heads, nodes: int, batch: int, capability: tuple[int, int] | None) -> Settings:
     """Today's settings, which are to be beaten."""
-    return settings_for(nodes * heads.group, heads.values or heads.width, heads.keys, batch, torch.bfloat16, capability)
+    width, of_latents = heads.values or heads.width, heads.values is not None
+    rows = nodes * heads.group
+    return settings_for(rows, width, heads.keys, batch, torch.bfloat16, capability, of_latents=of_latents)
 
 
 def candidates(args: argparse.Namespace, use: Settings) -> Iterator[Settings]:
