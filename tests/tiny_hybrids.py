@@ -78,12 +78,19 @@ MIMO = {
 }  # fmt: skip
 
 
-def mtp_tensors(model: nn.Module, names: dict[str, str], first: int = 0, layers: int = 1, seed: int = 1) -> dict:
-    """Random MTP layers of `model` by the names that a family's checkpoints have."""
+def mtp_tensors(
+    model: nn.Module,
+    names: dict[str, str],
+    first: int = 0,
+    layers: int = 1,
+    seed: int = 1,
+    mixture: bool | None = None,
+) -> dict:
+    """Random MTP layers of `model` by the names that a family's checkpoints have. mixture: with experts or without."""
     torch.manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for number in range(first, first + layers):
-        for name, tensor in new_unit(model).state_dict().items():
+        for name, tensor in new_unit(model, mixture=mixture).state_dict().items():
             part, _, rest = name.partition(".")
             spread = 0.2 if tensor.dim() == 1 else 0.15
             value = torch.randn(tensor.shape) * spread + (tensor.dim() == 1 and names is not QWEN)

@@ -77,7 +77,6 @@ FAMILIES = (
         "shared_head.norm", beside=("model.layers.{}.embed_tokens.", "model.layers.{}.shared_head.head."),
     ),
 )  # fmt: skip
-LATENT = ("kv_a_proj_with_mqa", "q_a_proj", "kv_b_proj")
 
 
 def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> MTPHead:
@@ -131,7 +130,8 @@ def _read(checkpoint: Checkpoint, names: _TensorNames, first: int, target: nn.Mo
     units: list[MTPUnit] = []
     for number in numbers:
         shared = bool(units) and "{}" not in names.outside
-        unit = new_unit(target, units[0] if shared else None)
+        mixture = any(name.startswith(f"{names.layer.format(number)}mlp.experts.") for name in checkpoint.files)
+        unit = new_unit(target, units[0] if shared else None, mixture)
         _check_copies(checkpoint, names, number, target, body)
         whose = f"{checkpoint.path!r}, MTP layer {number}"
         _load(unit, _unit_tensors(checkpoint, names, number, unit, body, whose), whose, shared, like)
@@ -222,10 +222,6 @@ def _unit_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of one unit, by its own names."""
     tensors = dict(_placed(checkpoint, names, number))
-    if latent := next((name for name in tensors if any(part in name for part in LATENT)), None):
-        raise ValueError(
-            f"{checkpoint.path!r}: {latent} belongs to multi-head latent attention (MLA), which is not supported"
-        )
     _dequantise_float8(unit, tensors, body, whose)
     if names.hidden_first and "fc.weight" in tensors:
         hidden, token = tensors["fc.weight"].chunk(2, dim=1)
@@ -298,13 +294,14 @@ def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool, l
     unit.load_state_dict(loaded, strict=False, assign=True)
 
 
-def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
+def new_unit(target: nn.Module, first: MTPUnit | None = None, mixture: bool | None = None) -> MTPUnit:
     """A unit on the meta device, with a layer like the target's attention layers. first: share this unit's norms and
-    fc."""
+    fc. mixture: like those with experts, or those without, if the target has both; None: like the first."""
     body = _body(target)
-    like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
-    if like is None:
+    alike = [layer for layer in body.layers if hasattr(layer, "self_attn")]
+    if not alike:
         raise ValueError("load_mtp: the target must have an attention layer, which MTP layers resemble")
+    like = next((layer for layer in alike if mixture in (None, hasattr(layer.mlp, "experts"))), alike[0])
     config = copy.deepcopy(body.config)
     with torch.device("meta"):
         layer = type(like)(config, like.self_attn.layer_idx)

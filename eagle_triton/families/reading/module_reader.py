@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.engine.model.mixers import Attention
+from eagle_triton.engine.model.mixers import Attention, Mixer
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.model_watch import DECOMPRESSED, interference, is_decompressed
 from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor
@@ -240,15 +240,17 @@ class ModuleReader:
             f"{self.path}.{path} must be SiLU or GELU with tanh, got {activation}", "layer-types"
         )
 
-    def layer(self, path: str, rotary: Rotary, *, mlp: Experts | None = None, **attention: Any) -> Layer:
-        """A decoder layer of the Llama family: attention and a SwiGLU block, or `mlp`.
+    def layer(
+        self, path: str, rotary: Rotary, *, mixer: Mixer | None = None, mlp: Experts | None = None, **attention: Any
+    ) -> Layer:
+        """A decoder layer of the Llama family: attention or `mixer`, and a SwiGLU block or `mlp`.
 
         attention: arguments of `ModuleReader.attention`. Only an EAGLE-1/2 head's layer lacks the input norm.
         """
         layer = self.at(path)
         return Layer(
             input_norm=layer.norm("input_layernorm") if hasattr(layer.module, "input_layernorm") else None,
-            mixer=layer.attention(rotary, **attention),
+            mixer=layer.attention(rotary, **attention) if mixer is None else mixer,
             post_norm=layer.norm("post_attention_layernorm"),
             mlp=layer.mlp() if mlp is None else mlp,
         )

@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from eagle_triton.engine.drafts.mtp import MTPDraft, MTPUnit
+from eagle_triton.engine.model.latent_attention import LatentAttention
 from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import read_experts
+from eagle_triton.families.reading.latent_attention import read_latent_attention
 from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
 from eagle_triton.families.reading.sharded import share_layer
 from eagle_triton.models.mtp import MTPHead
@@ -30,7 +32,8 @@ def read_mtp(
     check_readable(head, root)
     if target.feature_layers:
         raise UnsupportedModelError(f"{root}: MTP layers read only the target's last hidden states", "heads")
-    like = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, Attention)), None)
+    attention = (Attention, LatentAttention)
+    like = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, attention)), None)
     if like is None:
         raise UnsupportedModelError(
             f"{root}: the target must have an attention layer, which an MTP layer resembles", "heads"
@@ -52,7 +55,7 @@ def read_mtp(
     )
 
 
-def _unit(unit: Any, like: Attention, target: ModelView, root: str) -> MTPUnit:
+def _unit(unit: Any, like: Attention | LatentAttention, target: ModelView, root: str) -> MTPUnit:
     """like: an attention layer of the target, perhaps with only this rank's heads."""
     read, ranks = ModuleReader(unit, root), target.ranks
     mlp, parts = read.at("layer.mlp"), 1 if like.o.summed_over is None else like.o.summed_over.size
@@ -62,16 +65,19 @@ def _unit(unit: Any, like: Attention, target: ModelView, root: str) -> MTPUnit:
             "(tp_plan): draft without it, or load the target on one device",
             "devices",
         )
-    layer = read.layer(
-        "layer",
-        like.rotary,
-        num_heads=like.num_heads * parts,
-        num_kv_heads=like.num_kv_heads * parts,
-        head_dim=like.head_dim,
-        scale=like.scale,
-        sliding_window=like.sliding_window,
-        mlp=read_experts(mlp.module, target.dtype, root=mlp.path) if is_mixture(mlp.module) else None,
-    )
+    shape: dict[str, Any]
+    if isinstance(like, LatentAttention):
+        shape = dict(mixer=read_latent_attention(read.at("layer.self_attn"), like.rotary))
+    else:
+        shape = dict(
+            num_heads=like.num_heads * parts,
+            num_kv_heads=like.num_kv_heads * parts,
+            head_dim=like.head_dim,
+            scale=like.scale,
+            sliding_window=like.sliding_window,
+        )
+    experts = read_experts(mlp.module, target.dtype, root=mlp.path) if is_mixture(mlp.module) else None
+    layer = read.layer("layer", like.rotary, mlp=experts, **shape)
     return MTPUnit(
         token_norm=read.norm("token_norm"),
         hidden_norm=read.norm("hidden_norm"),
