@@ -495,12 +495,14 @@ def test_latent_attention_reads_its_weights_where_they_lie():
     model = tiny_family("glm4_moe_lite")
     for layer, read in zip(model.model.layers, read_causal_lm(model).layers, strict=True):
         stored, mixer = layer.self_attn.kv_b_proj.weight, read.mixer
-        assert isinstance(mixer, LatentAttention) and mixer.keys.data_ptr() == stored.data_ptr()
-        assert mixer.values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+        assert isinstance(mixer, LatentAttention)
+        keys, values = mixer.matrices
+        assert keys.shape == (4, 16, 32) and values.shape == (4, 20, 32) and keys.data_ptr() == stored.data_ptr()
+        assert values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
     caches = read_causal_lm(model).new_caches(SlotPages.whole(1, 64, torch.device(DEVICE)))
     assert [cache.data.shape[::5] for cache in caches.caches] == [(4, 32 + 8)]  # layers, and a token's numbers in each
     model.model.layers[2].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[2].self_attn.kv_b_proj)
-    with pytest.raises(UnsupportedModelError, match=r"layers.2.self_attn.kv_b_proj must be a plain matrix"):
+    with pytest.raises(UnsupportedModelError, match=r"layers.2.self_attn.kv_b_proj must be a matrix without a bias"):
         read_causal_lm(model)
 
 

@@ -198,6 +198,17 @@ def test_modules_of_transformers_are_read(kind: str) -> None:
     check_same_tokens(model, dequantised, random_prompt(9))
 
 
+def test_matrices_of_latent_attention_are_dequantised():
+    model, dequantised = with_fp8(tiny_family("glm4_moe_lite"))
+    originals = check_same_tokens(model, dequantised, torch.arange(2, 22)[None], 8)
+    size = 4 * 4 * (16 + 20) * 32 * 4 / 2**20
+    assert note_of(originals, "latent_attention").startswith(f"4 kv_b_proj are dequantised, {size:,.1f} MiB")
+    with pytest.raises(
+        UnsupportedModelError, match='kv_b_proj is called as a module.*leave activations="as published"'
+    ):
+        optimize_with_triton(model, activations="as published")
+
+
 # --- as published ---
 
 

@@ -276,6 +276,25 @@ def test_as_published_cannot_call_what_is_compressed() -> None:
         optimize_with_triton(model, activations="as published")
 
 
+@pytest.mark.parametrize("module", [compressed, bitsandbytes], ids=["compressed", "nf4"])
+def test_matrices_of_latent_attention_are_dequantised(module: Any) -> None:
+    """Queries are multiplied by parts of them. A change in place would not reach the copies."""
+    latent = dict(q_lora_rank=64, kv_lora_rank=64, v_head_dim=16, moe_intermediate_size=64, intermediate_size=64)
+    model, dequantised = with_fp8(tiny_family("glm4_moe_lite", **latent), module)
+    prompt = torch.arange(2, 22)[None]
+    originals = check_same_tokens(model, dequantised, prompt, 8)
+    size = 4 * (16 + 16) * 64 * 4 * 4 / 2**20
+    assert f"4 kv_b_proj are dequantised, {size:,.1f} MiB, because queries" in str(originals)
+    changed = model.model.layers[1].self_attn.kv_b_proj
+    with optimize_with_triton(model), torch.no_grad():
+        for stored in changed.parameters():
+            stored.copy_(stored.clone())
+        with pytest.raises(
+            RuntimeError, match=r"layers.1.self_attn.kv_b_proj.\w+ was changed in place, but the engine"
+        ):
+            model.generate(prompt, max_new_tokens=2)
+
+
 @pytest.mark.usefixtures("callable_machete")
 def test_joined_projections_are_called() -> None:
     model, dequantised = with_fp8(tiny_family("phi3"), unread, ("qkv_proj", "gate_up_proj"))

@@ -49,15 +49,16 @@ class LatentCache(KeyValueCache):
 
 @dataclass(frozen=True)
 class LatentAttention(Mixer):
-    """With a `q_latent` the queries are a product of its normed output. d = 2 len(rotary.inv_freq) + the columns of a
-    head's keys; e: of its values."""
+    """With a `q_latent` the queries are a product of its normed output. A head has queries of d elements, of which the
+    last r rotate, and values of e."""
 
-    q: Projection  # [Hq * d, H]; each head's rotated elements come last
+    q: Projection  # [Hq * d, H]
     latent: Projection  # [rank + r, H]
     norm: Norm  # [rank]
-    keys: Tensor  # [Hq, d - r, rank]
-    values: Tensor  # [Hq, e, rank]
+    keys_values: Projection  # [Hq * (d - r + e), rank]: of each head the keys' rows, then the values'; a plain matrix
     o: Projection  # [H, Hq * e]
+    num_heads: int
+    value_width: int  # e
     scale: float
     rotary: Rotary
     q_latent: Projection | None = None
@@ -68,7 +69,15 @@ class LatentAttention(Mixer):
 
     @property
     def rank(self) -> int:
-        return self.keys.shape[2]
+        return len(self.norm.weight)
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Of each head's keys, [Hq, d - r, rank], and values, [Hq, e, rank]: views."""
+        weight = self.keys_values.weight
+        assert isinstance(weight, Tensor), "reading has dequantised it"
+        both = weight.unflatten(0, (self.num_heads, -1))
+        return both[:, : -self.value_width], both[:, -self.value_width :]
 
     @property
     def inputs(self) -> tuple[Projection, Projection]:
@@ -133,7 +142,8 @@ class LatentAttention(Mixer):
                 first, self.q_norm.weight, self.q_norm.eps, row_format=row_format_of(self.q), **self.q_norm.options
             )
             first = project(ops, self.q, normed, rows.tune_for_rows)
-        heads, own, rank = self.keys.shape
+        keys, _ = self.matrices
+        heads, own, rank = keys.shape
         q = total_of(first).unflatten(-1, (heads, -1))
         out = q.new_empty(*q.shape[:3], rank + q.shape[3] - own)
         ops.latent_append(
@@ -153,21 +163,20 @@ class LatentAttention(Mixer):
             round_tables=self.rotary.round_tables,
             **self.norm.options,
         )
-        _multiply_heads(q[..., :own], self.keys, out[..., :rank])
+        _multiply_heads(q[..., :own], keys, out[..., :rank])
         return out
 
     def _output(self, ops: Operations, attended: Tensor, rows: NewRows) -> Product:
         """The output [B, n, H] for attended latents [B, n, Hq, rank]."""
-        out = attended.new_empty(*attended.shape[:3], self.values.shape[1])
-        _multiply_heads(attended, self.values.mT, out)
+        out = attended.new_empty(*attended.shape[:3], self.value_width)
+        _multiply_heads(attended, self.matrices[1].mT, out)
         return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        for projection in (*self.inputs, *(() if self.q_latent is None else (self.q,)), self.o):
+        for projection in (*self.inputs, *(() if self.q_latent is None else (self.q,)), self.keys_values, self.o):
             yield from projection.tensors
         yield from (norm.weight for norm in (self.norm, self.q_norm) if norm is not None)
-        yield from (self.keys, self.values)
 
 
 def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:

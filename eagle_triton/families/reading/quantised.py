@@ -1,6 +1,7 @@
 """Decides how quantised projections of a target and its draft run: read by their weights, or called as modules.
 
-float8.py reads FP8 weights, four_bits.py four-bit weights. Nothing is copied, except biases in Marlin's order.
+float8.py reads FP8 weights, four_bits.py four-bit weights. Nothing is copied, except biases in Marlin's order,
+and the matrices of latent attention's keys and values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.model.latent_attention import LatentAttention
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.module_kinds import has_experts, is_mixture, is_plain_tensor, is_sharded_tensor
 from eagle_triton.engine.model.modules import Experts, Projection, with_changed, with_projections
@@ -22,6 +24,7 @@ from eagle_triton.families.reading.experts import blocks_read, read_experts
 from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
 from eagle_triton.families.reading.float8_experts import is_float8_experts
 from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
+from eagle_triton.families.reading.latent_attention import WholeMatrices
 from eagle_triton.families.reading.quantised_modules import (
     AS_PUBLISHED,
     DEQUANTIZE,
@@ -39,7 +42,7 @@ class QuantisedReading(NamedTuple):
     view: ModelView
     draft: Draft | None
     modules: frozenset[nn.Module]  # read by their weights
-    copied: dict[str, Tensor]  # copied biases of four-bit modules, by dotted path
+    copied: dict[str, Tensor]  # tensors of which copies are read, by dotted path
     notes: dict[str, str]  # for the report
 
 
@@ -123,6 +126,8 @@ def with_quantised(
     if activations == EXACT:
         view, draft = (with_changed(part, Experts, change_mixture) for part in (view, draft))
     view, draft = with_projections(view, change), with_projections(draft, change)
+    whole = WholeMatrices(paths, {id(found.weight): module for module, found in read.items()}, view.dtype)
+    view, draft = (with_changed(part, LatentAttention, whole) for part in (view, draft))
     for module, path in paths.items():
         if is_compressed(module) and module not in read:
             raise UnsupportedModelError(
@@ -141,7 +146,8 @@ def with_quantised(
     if kinds:
         four = [read[module] for module in read if module not in eight]
         notes["four_bits"] = _note_on_four_bits(kinds, four, len(slow))
-    return QuantisedReading(view, draft, frozenset(read) | tied, _copied(read, paths), notes)
+    copied = {**_copied(read, paths), **whole.copied}
+    return QuantisedReading(view, draft, frozenset(read) | tied, copied, notes | whole.notes)
 
 
 def _has_fast_kernel(weight: Any, dtype: torch.dtype) -> bool:
