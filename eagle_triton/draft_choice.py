@@ -17,6 +17,7 @@ from eagle_triton.models.loading import (
     TARGET_FOLDER,
     directory_or_hub_id,
     is_assistant,
+    is_saved_pair,
     load_assistant,
     load_target,
     read_target_config,
@@ -70,6 +71,11 @@ def choose_given(draft: Any, options: Options, argument: str = "draft") -> tuple
         raise ValueError(
             f"{argument} must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head, a block drafter "
             f"or an assistant, a Draft or a model, got {draft!r}"
+        )
+    if is_saved_pair(path):
+        raise ValueError(
+            f"{argument} is a directory with a target and its heads: give one of the heads' directories in it "
+            f"({' or '.join(HEAD_FOLDERS.values())}), got {draft!r}"
         )
     return choose_at(path), options
 

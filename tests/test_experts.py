@@ -44,7 +44,7 @@ HYBRIDS = [kind for kind in ("qwen3_next", "qwen3_5_moe") if kind in KINDS]
 
 ROUTINGS = {
     "softmax": Routing(3),
-    "softmax as it is": Routing(2, renormalised=False, weights_in_fp32=True),
+    "softmax as it is": Routing(2, renormalised=False, weights_in_fp32=True, scale=2.5),
     "softmax of chosen": Routing(3, "softmax_of_chosen"),
     "sigmoid": Routing(3, "sigmoid", renormalised=False, weights_in_fp32=True, scale=1.5),
     "groups": Routing(3, "sigmoid", groups=3, chosen_groups=2, scale=0.7),
@@ -590,7 +590,7 @@ def test_what_does_not_fit_is_refused(device):
             narrow = in_four_bits(device, 12, 40, 32, group=32, zeros=False, dtype=torch.float16)
             module.experts_down(torch.zeros(5, 3, 32, device=device), narrow, None, routes)
     unsummed = dict(score="softmax_of_chosen", renormalised=False)
-    for wrong in (dict(score="sum"), dict(chosen=0), dict(groups=2), dict(chosen_groups=2), dict(scale=2.0), unsummed):
+    for wrong in (dict(score="sum"), dict(chosen=0), dict(groups=2), dict(chosen_groups=2), dict(eps=1e-6), unsummed):
         with pytest.raises(ValueError, match="score|chosen"):
             Routing(**{"chosen": 3, **wrong})
     for score in ("softmax", "softmax_of_chosen"):

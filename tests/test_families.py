@@ -1,5 +1,6 @@
 """Targets of every family: their original's tokens, each switch of FAMILIES, and fields that are not accounted for."""
 
+import copy
 import functools
 import re
 from dataclasses import fields, replace
@@ -503,6 +504,56 @@ def test_latent_attention_reads_its_weights_where_they_lie():
     assert [cache.data.shape[::5] for cache in caches.caches] == [(4, 32 + 8)]  # layers, and a token's numbers in each
     model.model.layers[2].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[2].self_attn.kv_b_proj)
     with pytest.raises(UnsupportedModelError, match=r"layers.2.self_attn.kv_b_proj must be a matrix without a bias"):
+        read_causal_lm(model)
+
+
+def expand_kv(self, kv_nope, k_rot):
+    return kv_nope, k_rot
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model.config, "rope_interleave", False), "config.rope_interleave"),
+        (lambda model: setattr(model.model.layers[1].self_attn, "expand_kv", expand_kv), "expand_kv was replaced"),
+        (lambda model: setattr(model.model.layers[2].self_attn, "scaling", 0.5), "scaling was changed"),
+    ],
+    ids=["rotation", "method", "scale"],
+)
+def test_a_change_of_latent_attention_is_noticed(change, message):
+    model = tiny_family("youtu").to(DEVICE)
+    with optimize_with_triton(model)[1]:
+        generated(model, max_new_tokens=1)
+        change(model)
+        with pytest.raises(RuntimeError, match=message):
+            generated(model, max_new_tokens=1)
+    if message == "expand_kv was replaced":
+        with pytest.raises(UnsupportedModelError, match="layers.1.self_attn.expand_kv was replaced on this instance"):
+            optimize_with_triton(model)
+
+
+def test_each_layer_says_how_its_latent_attention_rotates():
+    model = tiny_family("youtu").to(DEVICE)
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    layer.config.rope_interleave = False
+    want = generated(model)
+    with optimize_with_triton(model)[1]:
+        assert torch.equal(generated(model), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_heads", 2, "kv_b_proj must have 72 outputs, by 2 heads"),
+        ("kv_b_proj", torch.nn.Linear(32, 130, bias=False), "kv_b_proj must have 144 outputs, .* got 130"),
+        ("kv_lora_rank", 33, "kv_lora_rank must be even and at most 512, got 33"),
+    ],
+)
+def test_latent_attention_of_other_sizes_is_refused(name, value, message):
+    model = tiny_family("youtu")
+    setattr(model.model.layers[1].self_attn, name, value)
+    with pytest.raises(UnsupportedModelError, match=f"layers.1.self_attn.{message}"):
         read_causal_lm(model)
 
 

@@ -366,7 +366,7 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
     with pytest.raises(ValueError, match=r"has no multi-token-prediction layers: neither mtp\.\*"):
         load_mtp(model, tmp_path)
     assert not has_mtp(tmp_path) and not has_mtp(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="made in memory, .* give path"):
+    with pytest.raises(ValueError, match="made in memory, .* give their path"):
         load_mtp(model)
     with pytest.raises(FileNotFoundError, match="is not a directory and cannot be fetched from the hub"):
         load_mtp(model, tmp_path / "nowhere")

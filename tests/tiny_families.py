@@ -65,6 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         first_k_dense_replace=1, routed_scaling_factor=1.5, use_qk_norm=True, norm_topk_prob=True, **QWEN_EXPERTS)),
     "glm4_moe_lite": ("glm4_moe_lite", LATENT | LATENT_EXPERTS),
     "deepseek_v2": ("deepseek_v2", LATENT | LATENT_EXPERTS | dict(q_lora_rank=None)),
+    "deepseek_v2 in groups": ("deepseek_v2", LATENT | LATENT_EXPERTS | dict(topk_method="group_limited_greedy")),
     "deepseek_v3": ("deepseek_v3", LATENT | LATENT_EXPERTS | dict(rope_interleave=False, rope_parameters={
         **YARN, "mscale": 1.0, "mscale_all_dim": 1.0})),
     "youtu": ("youtu", LATENT),

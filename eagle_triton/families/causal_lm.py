@@ -387,7 +387,11 @@ class LayerReader:
         family, config, attention = self._family, self._config, read.at("self_attn")
         kinds = getattr(config, "layer_types", None)
         if hasattr(attention.module, "kv_a_proj_with_mqa"):
-            return read_latent_attention(attention, self._rotary_of(index, kinds))
+            rotary = self._rotary_of(index, kinds)
+            if family.rotary_interleave is not None:
+                own = attention.value("config")
+                rotary = replace(rotary, pairs=bool(getattr(own, family.rotary_interleave)))
+            return read_latent_attention(attention, rotary)
         by_layer = getattr(config, "num_attention_heads_per_layer", None)
         heads = config.num_attention_heads if by_layer is None else by_layer[index]
         slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
@@ -431,7 +435,7 @@ class LayerReader:
                 inv_freq,
                 getattr(module, f"{prefix}attention_scaling", 1.0),
                 self._rotary.path,
-                pairs=bool(_field(self._config, self._family.rotary_interleave, self._family.rotary_pairs)),
+                pairs=self._family.rotary_pairs,
                 round_tables=not self._family.rotary_in_fp32,
                 temperature=self._temperature() if self._family.query_temperature else None,
             )

@@ -83,7 +83,11 @@ def locate(
 def directory_or_hub_id(name: str, path: str | Path) -> str:
     """A directory, or a name that may be a hub id. Raises FileNotFoundError if a path does not exist, ValueError if it
     is a file."""
-    text, place = str(path), Path(path).expanduser()
+    text = str(path)
+    try:
+        place = Path(path).expanduser()
+    except RuntimeError as error:  # no such user
+        raise FileNotFoundError(f"{name}: {text!r} does not exist") from error
     if place.is_dir():
         return str(place)
     if place.exists():

@@ -94,7 +94,8 @@ def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> M
         hub.setdefault("revision", commit)
     if not where:
         raise ValueError(
-            "load_mtp: the target was made in memory, so its multi-token-prediction layers cannot be found: give path"
+            "load_mtp: the target was made in memory, so its multi-token-prediction layers cannot be found: give their "
+            "path, load_mtp(target, path), and as a draft what that returns"
         )
     checkpoint = Checkpoint(where, hub, "load_mtp")
     body = _body(target)

@@ -29,10 +29,10 @@ class Routing:
     """How a router's scores become experts and weights.
 
     chosen: experts per row. renormalised: the chosen experts' scores are divided by their sum. weights_in_fp32: weights
-    are not rounded to the rows' dtype. The others are for "sigmoid": groups, chosen_groups: the experts form `groups`
-    equal groups, and a row chooses among those with the largest sums of their two best scores. scale: a factor of the
-    weights. rounded_logits: logits are rounded to the rows' dtype, as in the other kinds; rounded_scores: logits
-    and their sigmoids are. eps: is added to the sum of renormalised scores.
+    are not rounded to the rows' dtype. scale: a factor of the weights. The others are for "sigmoid": groups,
+    chosen_groups: the experts form `groups` equal groups, and a row chooses among those with the largest sums of their
+    two best scores. rounded_logits: logits are rounded to the rows' dtype, as in the other kinds; rounded_scores:
+    logits and their sigmoids are. eps: is added to the sum of renormalised scores.
     """
 
     chosen: int
@@ -56,9 +56,9 @@ class Routing:
             )
         if self.score == "softmax_of_chosen" and not self.renormalised:
             raise ValueError('score "softmax_of_chosen" sums to 1: renormalised must be True')
-        of_sigmoid = self.groups, self.scale, self.rounded_logits, self.rounded_scores, self.eps
-        if self.score != "sigmoid" and of_sigmoid != (1, 1.0, False, False, Routing.eps):
-            raise ValueError(f'groups, scale, eps and rounding need score "sigmoid", got {self.score!r}')
+        of_sigmoid = self.groups, self.rounded_logits, self.rounded_scores, self.eps
+        if self.score != "sigmoid" and of_sigmoid != (1, False, False, Routing.eps):
+            raise ValueError(f'groups, eps and rounding need score "sigmoid", got {self.score!r}')
 
 
 class Routes(NamedTuple):

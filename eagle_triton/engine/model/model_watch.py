@@ -48,9 +48,12 @@ CONFIG_FIELDS = (
     *("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp"),
     *("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "rope_parameters", "top_k_experts"),
     *("is_causal", "attention_chunk_size", "kv_sharing_modes", "clip_qkv"),
-    *("layer_rope_theta", "mup_enabled", "output_multiplier"),
+    *("layer_rope_theta", "mup_enabled", "output_multiplier", "rope_interleave"),
 )
 """Fields of a configuration that the forwards of any family read each time they run."""
+
+METHODS = ("forward", "__call__", "expand_kv")  # the last of latent attention
+"""Methods of modules that a model's forward runs."""
 
 MODULE_FIELDS = {
     *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "is_sliding", "rope_type"),
@@ -123,8 +126,10 @@ def interference(root: nn.Module, path: str) -> str | None:
             continue
         if not _is_forward_of(module, vars(module).get("forward")):
             return f"{where}.forward was replaced on this instance, and the replacement would not run"
-        for name in ("forward", "__call__"):
-            source = getattr(type(module), name).__module__ or ""
+        if "expand_kv" in vars(module):
+            return f"{where}.expand_kv was replaced on this instance, and the replacement would not run"
+        for name, method in _methods_of(type(module)).items():
+            source = method.__module__ or ""
             if not (f"{source}.".startswith(SOURCES) or (own and f"{source}.".startswith(f"{own}."))):
                 return f"{where} is a {type(module).__name__} with a {name} of {source}, which would not run"
     return None
@@ -289,10 +294,10 @@ class _FastFacts:
         yield [*map(id, chain.from_iterable(map(_VALUES, _each_filled(self._own, "_modules"))))]
         yield [*map(dict.get, self._holders, self._names)]
         yield [*map(id, _each(self._own, "config"))]
-        yield [*_each(self._own, "forward")]
+        yield [*_each(self._own, "forward"), *_each(self._own, "expand_kv")]
         classes = list[Any](map(type, self._modules))
         yield classes
-        yield {kind: (kind.forward, kind.__call__) for kind in {*classes}}
+        yield {kind: _methods_of(kind) for kind in {*classes}}
         for owners in (self._own, self._called):
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 yield [*chain.from_iterable(_each_filled(owners, name))]  # the hooks' numbers, which are unique
@@ -318,6 +323,11 @@ def _stored(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [stored for tensor in tensors for stored in stored_tensors(tensor)]
 
 
+def _methods_of(kind: type) -> dict[str, Any]:
+    """The METHODS of a class."""
+    return {name: method for name in METHODS if (method := getattr(kind, name, None)) is not None}
+
+
 @dataclass(frozen=True)
 class _Part:
     """A module, as it was when it was read. constants: its floats, such as a norm's eps, and its MODULE_FIELDS."""
@@ -329,16 +339,16 @@ class _Part:
     constants: dict[str, Any]
     config: Any
     own_forward: Callable | None
-    class_forward: Callable
-    class_call: Callable
+    methods: dict[str, Callable]  # of its class
 
     @staticmethod
     def of(path: str, module: nn.Module) -> _Part:
-        values, of_class = vars(module), (type(module).forward, type(module).__call__)
+        values = vars(module)
         watched = MODULE_FIELDS - {"top_k"} if any(hasattr(module, name) for name in TREE_SIZES) else MODULE_FIELDS
         constants = {k: value for k, value in values.items() if type(value) is float or k in watched}
         children, config, own = [*module._modules.values()], values.get("config"), values.get("forward")
-        return _Part(path, module, children, _addresses(module), constants, config, own, *of_class)
+        methods = _methods_of(type(module))
+        return _Part(path, module, children, _addresses(module), constants, config, own, methods)
 
     def change(self) -> str | None:
         module = self.module
@@ -361,11 +371,11 @@ class _Part:
         if own.get("config") is not self.config:
             return f"{self.path}.config was replaced"
         forward = own.get("forward")
-        replaced = forward is not self.own_forward and not _is_forward_of(module, forward)
-        if replaced or type(module).forward is not self.class_forward:
+        if forward is not self.own_forward and not _is_forward_of(module, forward):
             return f"{self.path}.forward was replaced"
-        if type(module).__call__ is not self.class_call:
-            return f"{self.path}.__call__ was replaced"
+        for name, method in _methods_of(type(module)).items():
+            if method is not self.methods.get(name) or (name == "expand_kv" and name in own):
+                return f"{self.path}.{name} was replaced"
         if (module._forward_hooks or module._forward_pre_hooks) and (hook := _hook(module)):
             return f"{self.path} has got {hook}, which would not run"
         return None

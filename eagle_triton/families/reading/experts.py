@@ -299,8 +299,6 @@ def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:
 
 
 def _scaled(routing: Routing, scale: float) -> Routing:
-    if scale != 1.0 and routing.score != "sigmoid":
-        raise _CalledAsItIs(f"multiplies the sum of its experts by {scale}")
     return replace(routing, scale=routing.scale * scale)
 
 
@@ -344,19 +342,22 @@ def _possible_routings(router: _Router, dtype: torch.dtype, weights_in_fp32: boo
     """The routings that a router with these attributes may compute, the most usual first."""
     module, weight = router.module, router.weight
     renormalised = bool(getattr(module, "norm_topk_prob", True))
+    scale = float(next((getattr(module, name) for name in SCALES if hasattr(module, name)), 1.0))
     of_softmax = Routing(module.top_k, "softmax", renormalised=renormalised, weights_in_fp32=weights_in_fp32)
     of_sigmoid = replace(
         of_softmax,
         score="sigmoid",
-        groups=getattr(module, "num_group", 1),
-        chosen_groups=getattr(module, "topk_group", 1),
-        scale=float(next((getattr(module, name) for name in SCALES if hasattr(module, name)), 1.0)),
+        groups=getattr(module, "num_group", None) or 1,
+        chosen_groups=getattr(module, "topk_group", None) or 1,
+        scale=scale,
     )
     routings, sigmoids = [], [of_sigmoid]
     if router.correction is None and weight.dtype == dtype:
         routings.append(of_softmax)
         if renormalised:
             routings.append(replace(of_softmax, score="softmax_of_chosen"))  # equal up to rounding
+        if not hasattr(module, "norm_topk_prob"):  # DeepSeek-V2's never is
+            routings.append(replace(of_softmax, renormalised=False, scale=scale))
     if renormalised:
         sigmoids += [replace(of_sigmoid, eps=eps) for eps in EPS]
     routings += sigmoids

@@ -16,6 +16,8 @@ from eagle_triton.families.reading.float8 import is_float8_module
 from eagle_triton.families.reading.four_bits import is_four_bit_module
 from eagle_triton.families.reading.module_reader import ModuleReader
 
+MAX_RANK = 512  # that the kernels take; a row of the cache is moved in two halves
+
 
 def read_latent_attention(read: ModuleReader, rotary: Rotary) -> LatentAttention:
     """The latent attention of the module that `read` reads. `WholeMatrices` dequantises what is quantised."""
@@ -28,21 +30,38 @@ def read_latent_attention(read: ModuleReader, rotary: Rotary) -> LatentAttention
             f"by parts of it, got a {type(read.module.kv_b_proj).__name__}",
             "latent-attention",
         )
-    if read.value("qk_rope_head_dim", int) != 2 * len(rotary.inv_freq):
+    heads, own, width = (read.value(name, int) for name in ("num_heads", "qk_nope_head_dim", "v_head_dim"))
+    rank, rotated = read.value("kv_lora_rank", int), read.value("qk_rope_head_dim", int)
+    if rank > MAX_RANK or rank % 2:
         raise UnsupportedModelError(
-            f"{read.path} must rotate all {read.module.qk_rope_head_dim} elements of its rotated keys, got "
+            f"{read.path}.kv_lora_rank must be even and at most {MAX_RANK}, got {rank}", "latent-attention"
+        )
+    has_latent = getattr(read.module, "q_proj", None) is None
+    queries = "q_b_proj" if has_latent else "q_proj"
+    for name, rows in (
+        ("kv_b_proj", heads * (own + width)),
+        ("kv_a_proj_with_mqa", rank + rotated),
+        (queries, heads * (own + rotated)),
+    ):
+        if (got := getattr(read.value(name), "out_features", rows)) != rows:
+            raise UnsupportedModelError(
+                f"{read.path}.{name} must have {rows} outputs, by {heads} heads and the sizes of the module, got {got}",
+                "latent-attention",
+            )
+    if rotated != 2 * len(rotary.inv_freq):
+        raise UnsupportedModelError(
+            f"{read.path} must rotate all {rotated} elements of its rotated keys, got "
             f"{len(rotary.inv_freq)} frequencies, each for two elements",
             "layer-types",
         )
-    has_latent = getattr(read.module, "q_proj", None) is None
     return LatentAttention(
-        q=read.projection("q_b_proj" if has_latent else "q_proj"),
+        q=read.projection(queries),
         latent=read.projection("kv_a_proj_with_mqa"),
         norm=read.norm("kv_a_layernorm"),
         keys_values=both,
         o=read.projection("o_proj"),
-        num_heads=read.value("num_heads", int),
-        value_width=read.value("v_head_dim", int),
+        num_heads=heads,
+        value_width=width,
         scale=read.value("scaling", (float, int)),
         rotary=rotary,
         q_latent=read.projection("q_a_proj") if has_latent else None,
