@@ -72,7 +72,7 @@ def choose_given(draft: Any, options: Options, argument: str = "draft") -> tuple
             f"{argument} must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head, a block drafter "
             f"or an assistant, a Draft or a model, got {draft!r}"
         )
-    if is_saved_pair(path):
+    if is_saved_pair(directory_or_hub_id(argument, path)):
         raise ValueError(
             f"{argument} is a directory with a target and its heads: give one of the heads' directories in it "
             f"({' or '.join(HEAD_FOLDERS.values())}), got {draft!r}"

@@ -84,10 +84,15 @@ def test_what_is_handed_in():
 @pytest.mark.parametrize("argument", ["draft", "draft_model"])
 def test_a_draft_by_a_wrong_name_is_refused_by_its_argument(argument, tmp_path):
     (tmp_path / "file").write_text("")
+    for folder in ("target", "eagle3"):
+        (tmp_path / "pair" / folder).mkdir(parents=True)
+        (tmp_path / "pair" / folder / "config.json").write_text("{}")
     for draft, error, message in (
         ("sufix", ValueError, f"{argument} must be suffix, ngram, mtp, .* got 'sufix'"),
-        (str(tmp_path / "missing"), FileNotFoundError, "draft: .*missing' does not exist"),
-        (tmp_path / "file", ValueError, "draft: expected a directory or a hub id, .*file' is a file"),
+        (str(tmp_path / "missing"), FileNotFoundError, f"{argument}: .*missing' does not exist"),
+        ("~nobody-here/head", FileNotFoundError, f"{argument}: '~nobody-here/head' does not exist"),
+        (tmp_path / "pair", ValueError, f"{argument} is a directory with a target and its heads: .*eagle3"),
+        (tmp_path / "file", ValueError, f"{argument}: expected a directory or a hub id, .*file' is a file"),
         ("ngram", ValueError, f'{argument}="ngram" cannot be combined with suffix_drafts=4: leave one of them out'),
     ):
         with pytest.raises(error, match=message):

@@ -137,7 +137,8 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
             f"draft head: {path!r} is a P-EAGLE head (it has the tensor mask_hidden), which drafts all levels in one "
             "pass. That is not supported: give an EAGLE-3 head, which drafts level by level, or a block drafter"
         )
-    if "model.norm.weight" in tensors and not any("midlayer." in name or "fc.weight" in name for name in tensors):
+    of_head = any("midlayer." in name or name.removeprefix("model.") == "fc.weight" for name in tensors)
+    if "model.norm.weight" in tensors and not of_head:
         load = "AutoModelForCausalLM.from_pretrained"
         if raw.get("quantization_config"):  # transformers may leave its experts random
             load = "eagle_triton.models.loading.load_target"

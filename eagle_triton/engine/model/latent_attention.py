@@ -32,7 +32,7 @@ from eagle_triton.runtime.split_sums import Product, total_of
 
 
 class LatentCache(KeyValueCache):
-    """Latents of layers of one shape, in pages: `data` is [layers, 1, P, 1, R, rank + r]."""
+    """As KeyValueCache, for latents: `data` is [layers, 1, P, 1, R, rank + r]."""
 
     def part(self, slots: slice) -> LatentCache:
         return LatentCache(self._memory, self._table[slots])
