@@ -48,6 +48,20 @@ MUTATIONS = [
         "tests/test_kv_cache.py -k keeps_the_accepted",
     ),
     Mutation(
+        "latents of a tree stay where they were",
+        "engine/model/latent_attention.py",
+        "if not accepted.of_chain:",
+        "if accepted.of_chain:",
+        "tests/test_families.py -k youtu",
+    ),
+    Mutation(
+        "how a layer's latent attention rotates is the body's",
+        "families/causal_lm.py",
+        'own = attention.value("config")',
+        "own = config",
+        "tests/test_families.py -k each_layer_says",
+    ),
+    Mutation(
         "the next root is not written",
         "reference/verification.py",
         "token = torch.where(index <= accepted, given[:, index], next_token)[:, None]",
