@@ -881,6 +881,7 @@ def test_the_whole_program_at_a_terminal(tmp_path):
         terminal.expect("\n    ")
         terminal.type("\x03")
         terminal.expect("interrupted]")
+        terminal.expect(">")  # before it, the interrupt below would reach the program between two lines
         terminal.type("/gamma 999")
         terminal.expect("999")
         terminal.type("\x03")  # clears the line
