@@ -622,7 +622,7 @@ def test_models_that_do_not_fit_are_refused():
         (other.ea_layer, model.base_model, None, ValueError, "vocabulary"),
         (None, model.base_model, None, ValueError, "the target has no head"),
         (model.ea_layer, 7, None, TypeError, "target_model"),
-        ("./missing", model.base_model, None, FileNotFoundError, "draft: './missing' does not exist"),
+        ("./missing", model.base_model, None, FileNotFoundError, "draft_model: './missing' does not exist"),
         (None, model, EAGLEConfig(topk=21), ValueError, "topk .* must be at most .*, the draft's vocabulary"),
         (torch.nn.Linear(2, 2), model.base_model, None, ValueError, "causal language model"),
         (None, "./missing", None, FileNotFoundError, "missing"),
@@ -693,7 +693,7 @@ def test_paths_that_hold_nothing_are_refused_by_the_names_they_have_here(tmp_pat
     for (draft, target), message in {
         (None, str(tmp_path)): "draft: needed, because .* does not hold both a target and a head",
         (None, "./nothing"): "target: './nothing' does not exist",
-        ("./nothing", "demo"): "draft: './nothing' does not exist",
+        ("./nothing", "demo"): "draft_model: './nothing' does not exist",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             EAGLEInference(draft, target)
