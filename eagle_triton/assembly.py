@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,12 +21,16 @@ from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, own_ea_model, safeailab
-from eagle_triton.families.assistants import read_draft
-from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.families.assistants import draft_from_assistant
+from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.families.reading.block_drafter import read_block_drafter
 from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures, notes_on_stored
 from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.families.reading.quantised import note_on_called, with_quantised
+from eagle_triton.models.block_drafter import BlockDrafter
+from eagle_triton.models.block_loading import block_drafter_of, check_fits, is_block_assistant
+from eagle_triton.models.families import shares_keys, text_config
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
@@ -79,6 +84,37 @@ def read(
     if not isinstance(draft, nn.Module):
         raise TypeError(f"{names[1]} must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")
     return read_draft(draft, view, base, tree, root=names[1])
+
+
+def read_draft(
+    model: nn.Module, view: ModelView, target: Any, tree: Callable[[], TreeSpec], *, root: str = "draft"
+) -> tuple[ModelView, Draft]:
+    """A model as the draft of a target, and the target's view with the features that this draft reads.
+
+    model: a block drafter, ours or one of transformers; an assistant that reads its target's keys and values; or a
+    causal language model. view: of `target`, the Hugging Face model. tree: for drafts without a tree of their own.
+    root: the draft's name in messages. Raises UnsupportedModelError for a model that is unknown or does not fit.
+    """
+    if isinstance(model, BlockDrafter) or is_block_assistant(model):
+        drafter = _block_drafter(model, target, root)
+        view = replace(view, feature_layers=drafter.config.feature_layers)
+        return view, read_block_drafter(drafter, view, root=root)
+    view = replace(view, feature_layers=())  # without those of a head
+    if shares_keys(model):
+        return view, draft_from_assistant(model, view, target.config, tree, root=root)
+    return view, draft_from_causal_lm(model, view, tree, root=root)
+
+
+def _block_drafter(model: nn.Module, target: Any, root: str) -> BlockDrafter:
+    """A block drafter, ours or one of transformers, as one of ours that fits the target."""
+    config = text_config(target.config)
+    try:
+        if not isinstance(model, BlockDrafter):
+            return block_drafter_of(model, config)
+        check_fits(model.config, config)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{root}: {error}", "block-drafters") from error
+    return model
 
 
 def assemble(

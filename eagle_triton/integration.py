@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import NamedTuple, Unpack  # Python 3.10 has no Unpack and no generic NamedTuple
 
 from eagle_triton import patching
-from eagle_triton.assembly import Assembled, assemble, family_of
+from eagle_triton.assembly import Assembled, assemble, family_of, read_draft
 from eagle_triton.draft_choice import NGRAM, SUFFIX, choose_given, load_draft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
@@ -23,7 +23,6 @@ from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.assistants import read_draft
 from eagle_triton.families.generate import generate_patch_point
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting

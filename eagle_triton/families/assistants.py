@@ -1,4 +1,4 @@
-"""Models as drafts of another one. In this file: Gemma 4's assistants, which read their target's keys and values."""
+"""Gemma 4's assistants as drafts: they read their target's keys and values."""
 
 from __future__ import annotations
 
@@ -9,51 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.shared_keys import Clusters, SharedKeysDraft
 from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.modules import Projection
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.causal_lm import LayerReader, draft_from_causal_lm
-from eagle_triton.families.reading.block_drafter import read_block_drafter
+from eagle_triton.families.causal_lm import LayerReader
 from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
 from eagle_triton.families.reading.sharded import outputs_of
-from eagle_triton.models.block_drafter import BlockDrafter
-from eagle_triton.models.block_loading import block_drafter_of, check_fits, is_block_assistant
-from eagle_triton.models.families import check_config, shares_keys, text_config
-
-
-def read_draft(
-    model: nn.Module, view: ModelView, target: Any, tree: Callable[[], TreeSpec], *, root: str = "draft"
-) -> tuple[ModelView, Draft]:
-    """A model as the draft of a target, and the target's view with the features that this draft reads.
-
-    model: a block drafter, ours or one of transformers; an assistant that reads its target's keys and values; or a
-    causal language model. view: of `target`, the Hugging Face model. tree: for drafts without a tree of their own.
-    root: the draft's name in messages. Raises UnsupportedModelError for a model that is unknown or does not fit.
-    """
-    if isinstance(model, BlockDrafter) or is_block_assistant(model):
-        drafter = _block_drafter(model, target, root)
-        view = replace(view, feature_layers=drafter.config.feature_layers)
-        return view, read_block_drafter(drafter, view, root=root)
-    view = replace(view, feature_layers=())  # without those of a head
-    if shares_keys(model):
-        return view, draft_from_assistant(model, view, target.config, tree, root=root)
-    return view, draft_from_causal_lm(model, view, tree, root=root)
-
-
-def _block_drafter(model: nn.Module, target: Any, root: str) -> BlockDrafter:
-    """A block drafter, ours or one of transformers, as one of ours that fits the target."""
-    config = text_config(target.config)
-    try:
-        if not isinstance(model, BlockDrafter):
-            return block_drafter_of(model, config)
-        check_fits(model.config, config)
-    except ValueError as error:
-        raise UnsupportedModelError(f"{root}: {error}", "block-drafters") from error
-    return model
+from eagle_triton.models.families import check_config, text_config
 
 
 def draft_from_assistant(
