@@ -26,20 +26,12 @@ from eagle_triton.engine.model.modules import (
     row_format_of,
 )
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.runtime.row_formats import ProductRows, RowFormat
 from eagle_triton.runtime.split_sums import Product, total_of
 
 
 class LatentCache(KeyValueCache):
     """As KeyValueCache, for latents: `data` is [layers, 1, P, 1, R, rank + r]."""
-
-    def part(self, slots: slice) -> LatentCache:
-        return LatentCache(self._memory, self._table[slots])
-
-    def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> LatentCache:
-        assert pieces.slots is not None
-        return LatentCache(self._memory, self._table[pieces.slots.long()])
 
     def commit(self, ops: Operations, pending: None, accepted: AcceptedPath) -> None:
         if not accepted.of_chain:
@@ -123,10 +115,7 @@ class LatentAttention(Mixer):
 
     def forward_last(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, last: Tensor) -> Product:
         q = self._append(ops, x, cache, rows)
-        count = q.shape[1]
-        pieces = last // count
-        table = pieces[:, None].int() if cache.table is None else cache.table[pieces]
-        before = rows.lengths[pieces] + (last - pieces * count).int()
+        before, table = cache.before(last, q.shape[1], rows.lengths)
         q = q.flatten(0, 1)[last][:, None]
         attended = ops.tree_attention(q, cache.data, before, scale=self.scale, table=table, value_width=self.rank)
         assert isinstance(attended, Tensor)
@@ -180,6 +169,9 @@ class LatentAttention(Mixer):
 
 
 def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
-    """out [B, n, Hq, m] = x [B, n, Hq, k] times each head's matrix [Hq, k, m]."""
+    """out [B, n, Hq, m] = x [B, n, Hq, k] times each head's matrix [Hq, k, m].
+
+    By cuBLAS on a GPU, so in 16 bits the last bits of a row may depend on how many rows there are.
+    """
     rows, result = (each.flatten(0, 1).transpose(0, 1) for each in (x, out))
     torch.bmm(rows, matrices, out=result)

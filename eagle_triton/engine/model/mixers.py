@@ -181,6 +181,13 @@ class KeyValues(NamedTuple):
     data: Tensor  # [2, P, Hkv, R, d]
     table: Tensor | None = None  # [B, M] int32: the pages of each sequence; None: P = B, its own
 
+    def before(self, last: Tensor, count: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """How many rows are before each of the flat new rows `last` [m] int64, of `count` for each sequence after
+        `lengths` [B] int32, and the pages of their sequences: [m] and [m, M] int32."""
+        pieces = last // count
+        table = pieces[:, None].int() if self.table is None else self.table[pieces]
+        return lengths[pieces] + (last - pieces * count).int(), table
+
 
 class KeyValueCache(MixerCache):
     """Keys and values of attention layers of one shape, in pages. Row p of a sequence is position p.
@@ -200,12 +207,12 @@ class KeyValueCache(MixerCache):
     def layer(self, index: int, pending: None = None) -> KeyValues:
         return KeyValues(self.data[index], self._table)
 
-    def part(self, slots: slice) -> KeyValueCache:
-        return KeyValueCache(self._memory, self._table[slots])
+    def part(self, slots: slice) -> Self:
+        return type(self)(self._memory, self._table[slots])
 
-    def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> KeyValueCache:
+    def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> Self:
         assert pieces.slots is not None
-        return KeyValueCache(self._memory, self._table[pieces.slots.long()])
+        return type(self)(self._memory, self._table[pieces.slots.long()])
 
     def clear(self) -> None:
         """Nothing: rows beyond a sequence's length are never read."""
@@ -307,9 +314,7 @@ class Attention(Mixer):
             None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
         )
         assert q is not None
-        pieces = last // x.shape[1]
-        table = pieces[:, None].int() if cache.table is None else cache.table[pieces]
-        before = rows.lengths[pieces] + (last - pieces * x.shape[1]).int()
+        before, table = cache.before(last, x.shape[1], rows.lengths)
         out = ops.tree_attention(
             q,
             cache.data,
