@@ -126,7 +126,6 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         chunks,
         K=k,
         CHUNKS=triton.next_power_of_2(chunks),
-        CANDIDATES=triton.next_power_of_2(chunks * k),
         WIDTH=triton.next_power_of_2(k),
         num_warps=topk_warps(vocabulary),
     )

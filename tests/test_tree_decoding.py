@@ -64,10 +64,12 @@ def test_topk(device, rows, vocabulary, k, dtype):
     assert not torch.allclose(torch.zeros_like(expected), expected, atol=1e-5) or vocabulary == 1
 
 
-def test_topk_ties_and_values_out_of_range(device):
-    logits = torch.randn(7, 600, generator=generator()).round()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_topk_ties_and_values_out_of_range(device, dtype):
+    logits = torch.randn(7, 1200, generator=generator()).round().to(dtype)
     logits[1], logits[2], logits[2, 1::2] = float("-inf"), 0.0, -0.0
     logits[3, 5], logits[4, 9], logits[5, 3:] = float("nan"), float("inf"), float("-inf")
+    logits[6] = torch.finfo(dtype).smallest_normal * torch.arange(-600, 600).to(dtype)  # close to each other
     values, tokens = tree_decoding.topk(logits.to(device), 10)
     expected, indices = reference.topk(logits, 10)
     assert torch.equal(tokens.cpu(), indices)

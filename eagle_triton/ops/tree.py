@@ -28,6 +28,9 @@ _TAKEN = tl.constexpr(-(2**31))  # a key below any other
 _GONE = tl.constexpr(-(2**63))  # a rank below that of any key
 
 
+_LAST_PLACE = tl.constexpr(2**13 - 1)  # of a chunk: the bits that the key of a number of 16 bits does not need
+
+
 class ChunkBest(NamedTuple):
     """The best tokens of each chunk of a row, and the terms of their log-softmax."""
 
@@ -96,9 +99,14 @@ def fixed_sum(x):
 
 @triton.jit
 def topk_chunk(row, chunk, x, best, chunks, vocabulary, K: tl.constexpr, CHUNK: tl.constexpr):
-    """The K best of one chunk of a row, its maximum and its sum of exponentials. `row` is int64."""
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    """The K best of one chunk of a row, its maximum and its sum of exponentials. `row` is int64.
+
+    A number of 16 bits and its place in the chunk fit in an int32, so one reduction finds both.
+    """
+    place = tl.arange(0, CHUNK)
+    index = chunk * CHUNK + place
     logit = tl.load(x.ptr + row * x.row + index * x.item, mask=index < vocabulary, other=float("-inf"))
+    SHORT: tl.constexpr = logit.dtype.primitive_bitwidth == 16
     logit = logit.to(tl.float32)
     logit = tl.where(logit == logit, logit, float("-inf"))
     peak = tl.max(logit, 0)
@@ -106,10 +114,18 @@ def topk_chunk(row, chunk, x, best, chunks, vocabulary, K: tl.constexpr, CHUNK: 
     mass = fixed_sum(tl.exp(logit - tl.where(peak == float("-inf"), 0.0, peak)))
     tl.store(best.sums + row * chunks + chunk, mass)
     keys = tl.where(index < vocabulary, key_of(logit, 0), _OUTSIDE)
-    ranks_ptr = best.ranks + row * chunks * K
-    for count in range(K):
-        key, place, keys = _take_best(keys, index)
-        tl.store(ranks_ptr + chunk * K + count, ranked(key, place))
+    ranks_ptr = best.ranks + (row * chunks + chunk) * K
+    if SHORT:
+        keys = (keys & ~_LAST_PLACE) | (_LAST_PLACE - place)
+        for count in range(K):
+            found = tl.max(keys, 0)
+            keys = tl.where(keys == found, _TAKEN, keys)
+            key = tl.where(found >= 0, found & ~_LAST_PLACE, found | _LAST_PLACE)
+            tl.store(ranks_ptr + count, ranked(key, chunk * CHUNK + _LAST_PLACE - (found & _LAST_PLACE)))
+    else:
+        for count in range(K):
+            key, first, keys = _take_best(keys, index)
+            tl.store(ranks_ptr + count, ranked(key, first))
 
 
 @triton.jit
@@ -122,30 +138,36 @@ def topk_merge(
     chunks,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The K best of a row's `chunks` chunks' best, as log-probabilities and tokens, each [K]. `row` is int64."""
-    lane = tl.arange(0, CANDIDATES)
-    ranks = tl.load(best.ranks + row * chunks * K + lane, mask=lane < chunks * K, other=_GONE)
-    keys, index = (ranks >> 32).to(tl.int32), place_of(ranks)
-    chunk = tl.arange(0, CHUNKS)
-    peaks = tl.load(best.peaks + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    sums = tl.load(best.sums + row * chunks + chunk, mask=chunk < chunks, other=0.0)
-    peak = tl.max(peaks, 0)
-    total = fixed_sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)))
+    """The K best of a row's `chunks` chunks' best, as log-probabilities and tokens, each [K]. `row` is int64.
 
+    Each chunk's best are in order, so only the first that is left of each chunk is compared.
+    """
+    chunk = tl.arange(0, CHUNKS)
+    inside, of_row = chunk < chunks, row * chunks + chunk
+    first = tl.load(best.ranks + of_row * K, mask=inside, other=_GONE)
+    peaks = tl.load(best.peaks + of_row, mask=inside, other=float("-inf"))
+    sums = tl.load(best.sums + of_row, mask=inside, other=0.0)
+    keys, index, taken = (first >> 32).to(tl.int32), place_of(first), tl.zeros((CHUNKS,), tl.int32)
     place = tl.arange(0, WIDTH)
     top, token = tl.full((WIDTH,), 0, tl.int32), tl.full((WIDTH,), 0, tl.int32)
     for count in range(K):
-        key, chosen, keys = _take_best(keys, index)
+        key, chosen, _ = _take_best(keys, index)
         top, token = tl.where(place == count, key, top), tl.where(place == count, chosen, token)
-    value = value_of(top, 0) - (peak + tl.log(total))
-    value = tl.where(value == value, value, float("-inf"))  # a row of -inf, or with +inf
-    tl.store(values_out_ptr + place, value, mask=place < K)
+        won = index == chosen
+        taken += won.to(tl.int32)
+        next_rank = tl.load(best.ranks + of_row * K + taken, mask=won & (taken < K), other=_GONE)
+        keys = tl.where(won, (next_rank >> 32).to(tl.int32), keys)
+        index = tl.where(won, place_of(next_rank), index)
     token = token.to(tl.int64)
     if offsets_ptr is not None:
         token += tl.load(offsets_ptr + token, mask=place < K, other=0)
+    peak = tl.max(peaks, 0)
+    total = fixed_sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)))
+    value = value_of(top, 0) - (peak + tl.log(total))
+    value = tl.where(value == value, value, float("-inf"))  # a row of -inf, or with +inf
+    tl.store(values_out_ptr + place, value, mask=place < K)
     tl.store(tokens_out_ptr + place, token, mask=place < K)
 
 
@@ -166,7 +188,6 @@ def _topk_merge_kernel(
     chunks,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -174,7 +195,7 @@ def _topk_merge_kernel(
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     values, tokens = values_out_ptr + row * K, tokens_out_ptr + row * K
-    topk_merge(row, best, offsets_ptr, values, tokens, chunks, K, CHUNKS, CANDIDATES, WIDTH)
+    topk_merge(row, best, offsets_ptr, values, tokens, chunks, K, CHUNKS, WIDTH)
 
 
 def topk_chunk_of(vocabulary: int) -> int:

@@ -484,7 +484,6 @@ def best_children(grid, here, state, SIZES: tl.constexpr):
             CHUNKS,
             K,
             triton.next_power_of_2(CHUNKS),
-            triton.next_power_of_2(CHUNKS * K),
             triton.next_power_of_2(K),
         )
 
