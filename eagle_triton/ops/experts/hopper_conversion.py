@@ -97,7 +97,18 @@ def scales_of(weight, expert, first, TILE: gl.constexpr):
         zeros = weight.zeros
         begin_of_zeros = (expert * gl.cdiv(rows, 8) + row // 8) * groups
     unit = gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+    if TILE.x_rows == 1:  # more rows gain nothing by this
+        GROUPS: gl.constexpr = 16 if weight.scales.dtype.element_ty == gl.uint8 else 8  # in 16 bytes
+        ask_for(weight.scales + (begin + gl.minimum(unit * GROUPS, groups - 1)))
     return _Scales(weight.scales, zeros, begin, begin_of_zeros, row % 8 * 4, unit, weight.depth // UNIT)
+
+
+@gluon.jit
+def ask_for(ptrs):
+    """Bring what lies at these addresses into L2."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
