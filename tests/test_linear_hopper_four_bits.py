@@ -19,6 +19,7 @@ from eagle_triton.ops import linear as kernels
 from eagle_triton.ops.linear import four_bits
 from eagle_triton.ops.linear.settings import Streaming
 from eagle_triton.reference import linear as reference
+from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing
 from eagle_triton.runtime.row_formats import WordOrdered
 from eagle_triton.runtime.split_sums import total_of
@@ -109,8 +110,8 @@ def elementwise(text: str) -> Callable[..., Any]:
     return convert
 
 
-TEXTS = [text for name, text in vars(hopper).items() if name.endswith(("_TO_BF16", "_TO_FP16"))]
-ASSEMBLY = {text.value: elementwise(text.value) for text in TEXTS}
+conversion = gluon_module("eagle_triton.ops.linear.hopper_four_bit_conversion")
+ASSEMBLY = {text: elementwise(text) for text in (*conversion.TO_BF16.value, *conversion.TO_FP16.value)}
 LANE_OF = "mov.u32 $0, %laneid;"
 ASSEMBLY[LANE_OF] = lambda like: np.arange(64)[:, None] % 8 * 4 + np.arange(8) % 4
 

@@ -6,12 +6,11 @@
 The weights are the left operand, in registers. A word has eight neighbouring numbers of a row. A thread turns it into
 four registers by masks alone, if columns c and c + 4 are a pair. So x comes with its columns in the order of words
 (runtime/row_formats.py), in which the kernels that make x write it. Marlin's words have the numbers that a thread of
-the tensor cores needs, and x comes with its columns in order: see _take_words.
+the tensor cores needs, and x comes with its columns in order: see take_words.
 
 One warp loads words and x through TMA, as far ahead as a ring of slots goes. It loads words before x is ready. Two
-groups of warps multiply, each 64 rows of the weights. A number becomes 16 bits. Subtracting its zero is exact, and
-multiplying by its group's scale rounds once. A group's scale and zero are kept in one word. A number of a table is
-fetched from the lane that holds it. While the tensor cores multiply 64 columns, the next are converted.
+groups of warps multiply, each 64 rows of the weights. While the tensor cores multiply 64 columns, the next are
+converted (hopper_four_bit_conversion.py). hopper_four_bit_tiles.py has what a group of warps takes from shared memory.
 Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 
 | name         | shape                        | dtype, layout                                |
@@ -29,7 +28,6 @@ Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,9 +50,22 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
+from eagle_triton.ops.linear.hopper_four_bit_conversion import converted, own_number
+from eagle_triton.ops.linear.hopper_four_bit_tiles import (
+    HEIGHT,
+    IN_ROWS,
+    NESTED_BLOCK,
+    UNIT,
+    FourBitColumns,
+    halves,
+    in_order,
+    load_scales,
+    scales,
+    take_words,
+)
 from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.four_bit_weight import MIDDLE, FourBitWeight, Packing
+from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
@@ -74,152 +85,16 @@ from eagle_triton.runtime.overlap import overlapped_on_hopper
 from eagle_triton.runtime.row_formats import MAX_ORDERED_ROWS, WordOrdered
 
 FEW_ROWS = 64  # up to this many, a row's bits do not depend on the other rows
-BLOCK_N = 128  # rows of weights of a program: two groups of warps multiply 64 each
+BLOCK_N = 2 * HEIGHT.value  # rows of weights of a program: two groups of warps multiply 64 each
 _SHARED_MEMORY = 225 * 1024  # of a multiprocessor
 _MAX_SCALES = 150 * 1024  # bytes of scales that a program keeps: with more there is no room for two steps
 _MAX_SCALES_OF_MANY = 64 * 1024  # the same for more than FEW_ROWS rows
 _ROWS_OF_A_LOAD = 32  # a taller tile of x comes in loads of this height: those past the last row load other rows
-_UNIT = gl.constexpr(64)  # columns that are converted at a time
 _STARTING_REGISTERS = 168  # of a thread: one program to a multiprocessor, which is faster than two
 _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
 _MULTIPLIER = gl.constexpr(232)  # and of those that multiply, once that warp has given its own away
-_HEIGHT = gl.constexpr(BLOCK_N // 2)  # rows of weights of a group of warps
 MARLIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-_IN_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # scales of groups and rows, and Marlin's words
-_NESTED_BLOCK = gl.constexpr(256)  # scales that share a scale
-_A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one group's scales
-_MAGIC_BF16, _MAGIC_FP16 = gl.constexpr(0x4300), gl.constexpr(0x6400)  # 128 and 1024, where the last bit is worth 1
-
-
-def _conversion(magic: gl.constexpr, dtype: str, with_zeros: bool, marlin: bool = False) -> gl.constexpr:
-    """PTX that converts two words ($8, $9) to four pairs for each, $0 to $3 and $4 to $7, with the scales of two rows
-    ($10, $11). Each word belongs to one row. marlin: the first two pairs of a word belong to the first row, the others
-    to the second.
-
-    With the bits of `magic` above it, a number of four bits is the 16-bit number magic + number. Then magic + zero is
-    subtracted. with_zeros: the high half of $10 and $11 is magic + zero, and the low half the scale. Otherwise both
-    halves are the scale, and all zeros are 8.
-    """
-    pairs = magic.value * 0x10001
-    lines = [".reg .b32 t, v, z;"]
-    lines.append(".reg .b32 s;" if with_zeros else f"mov.b32 z, {pairs + MIDDLE * 0x10001:#x};")
-    for row in range(2):
-        scale = f"${10 + row}"
-        if with_zeros:
-            lines.append(f"prmt.b32 z, {scale}, {scale}, 0x3232;")
-            lines.append(f"prmt.b32 s, {scale}, {scale}, 0x1010;")
-            scale = "s"
-        for word, i in itertools.product(range(2), (2 * row, 2 * row + 1)) if marlin else ((row, i) for i in range(4)):
-            source = f"${8 + word}"
-            if i:
-                lines.append(f"shr.u32 t, {source}, {4 * i};")
-                source = "t"
-            lines.append(f"lop3.b32 v, {source}, 0x000f000f, {pairs:#x}, 0xEA;")
-            lines.append(f"sub.rn.{dtype}x2 v, v, z;")
-            lines.append(f"mul.rn.{dtype}x2 ${4 * word + i}, v, {scale};")
-    return gl.constexpr("{" + "\n".join(lines) + "}")
-
-
-def _lookup(pack: str) -> gl.constexpr:
-    """The same for numbers of a table, with scales in fp32. Each lane of a half warp holds one number of the table
-    ($12). A number is fetched from its lane, multiplied in fp32, and rounded once. Bytes hold their first number in the
-    high half, so columns i and i + 4 of a word are its numbers i ^ 1 and (i ^ 1) + 4."""
-    lines = [".reg .b32 t;", ".reg .f32 low, high;", ".reg .f32 v;"]
-    for half in range(2):
-        for i in range(4):
-            for number, name in ((i ^ 1, "low"), ((i ^ 1) + 4, "high")):
-                lines.append(f"shr.u32 t, ${8 + half}, {4 * number};")
-                lines.append("shfl.sync.idx.b32 v, $12, t, 0x100f, 0xffffffff;")
-                lines.append(f"mul.rn.f32 {name}, v, ${10 + half};")
-            lines.append(f"{pack} ${4 * half + i}, high, low;")
-    return gl.constexpr("{" + "\n".join(lines) + "}")
-
-
-_TO_BF16, _TO_FP16 = _conversion(_MAGIC_BF16, "bf16", False), _conversion(_MAGIC_FP16, "f16", False)
-_ZEROS_TO_BF16, _ZEROS_TO_FP16 = _conversion(_MAGIC_BF16, "bf16", True), _conversion(_MAGIC_FP16, "f16", True)
-_MARLIN_TO_BF16 = _conversion(_MAGIC_BF16, "bf16", False, True)
-_MARLIN_TO_FP16 = _conversion(_MAGIC_FP16, "f16", False, True)
-_MARLIN_ZEROS_TO_BF16 = _conversion(_MAGIC_BF16, "bf16", True, True)
-_MARLIN_ZEROS_TO_FP16 = _conversion(_MAGIC_FP16, "f16", True, True)
-_TABLE_TO_BF16 = _lookup("cvt.rn.bf16x2.f32")
-_TABLE_TO_FP16 = _lookup("cvt.rn.f16x2.f32")
-_REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
-_TABLE_REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r")
-
-
 _in_word_order = gluon.jit(in_word_order.fn)
-
-
-class FourBitColumns(NamedTuple):
-    """The columns of a weight's product, its scales and zeros with their strides, its table, and of nested scales their
-    code, their own scales and their offset. Fields for what a weight does not have hold its scales.
-
-    A flat tuple: with Triton 3.6 a constant in a tuple of a tuple is lost on its way to the other warps.
-    """
-
-    cols: int
-    scale: Tensor
-    scale_row: int
-    scale_column: int
-    zero: Tensor
-    zero_row: int
-    zero_column: int
-    table: Tensor
-    code: Tensor
-    outer: Tensor
-    offset: Tensor
-
-
-@gluon.jit
-def _converted(words, scale, table, DTYPE: gl.constexpr, MARLIN: gl.constexpr, MMA: gl.constexpr):
-    """Words [N, 8] with scales [N, 1] or [N, 8], as the left operand [N, 64] of a product with this layout.
-
-    A thread's registers hold words of two rows in turn, the second eight rows below the first. A converted pair of
-    numbers fills a register. So the PTX takes two words at a time, and its results for each are separate tensors.
-    MARLIN: see _take_words. table: see _own_number. It is read where scales are fp32.
-    """
-    HEIGHT: gl.constexpr = words.shape[0]
-    BY_TABLE: gl.constexpr = scale.dtype == gl.float32
-    WITH_ZEROS: gl.constexpr = scale.dtype == gl.int32
-    if BY_TABLE:
-        operands = [words, scale.broadcast_to(words.shape), table]
-    elif WITH_ZEROS:
-        operands = [words, scale.broadcast_to(words.shape)]
-    else:
-        bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-        operands = [words, (bits | (bits << 16)).broadcast_to(words.shape)]
-    plain_to_bf16: gl.constexpr = _MARLIN_TO_BF16 if MARLIN else _TO_BF16
-    plain_to_fp16: gl.constexpr = _MARLIN_TO_FP16 if MARLIN else _TO_FP16
-    zeros_to_bf16: gl.constexpr = _MARLIN_ZEROS_TO_BF16 if MARLIN else _ZEROS_TO_BF16
-    zeros_to_fp16: gl.constexpr = _MARLIN_ZEROS_TO_FP16 if MARLIN else _ZEROS_TO_FP16
-    to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else zeros_to_bf16 if WITH_ZEROS else plain_to_bf16
-    to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else zeros_to_fp16 if WITH_ZEROS else plain_to_fp16
-    a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-        to_bf16 if DTYPE.is_bf16() else to_fp16,
-        _TABLE_REGISTERS if BY_TABLE else _REGISTERS,
-        operands,
-        (DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value),
-        is_pure=True,
-        pack=2,
-    )
-    low = gl.join(gl.join(a0, b0), gl.join(a1, b1))
-    high = gl.join(gl.join(a2, b2), gl.join(a3, b3))
-    w = gl.join(low, high).reshape((HEIGHT // 16, 2, 8, 2, 4, 2, 2, 2))
-    w = w.permute((0, 7, 2, 3, 5, 6, 4, 1) if MARLIN else (0, 5, 2, 3, 7, 6, 4, 1)).reshape((HEIGHT, 64))
-    return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _own_number(weight, KEPT: gl.constexpr, MMA: gl.constexpr):
-    """With a table, a tensor in the shape of the words that are converted: all elements in a thread are the thread's
-    number of the table. Otherwise 0."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
-    if gl.float32 == KEPT:
-        none = gl.zeros((_HEIGHT, 8), gl.int32, layout)
-        lane = gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [none], gl.int32, is_pure=True, pack=1)
-        return gl.load(weight.table + (lane & 15))
-    else:
-        return 0
 
 
 class _Ring(NamedTuple):
@@ -253,16 +128,16 @@ def _load_rows(desc, row, rows, step, first, ring):
     TMA is slower for rows outside of the tensor, so the first rows are loaded again instead of them.
     """
     STAGES: gl.constexpr = ring.full.shape[0]
-    HEIGHT: gl.constexpr = desc.block_type.shape[0]
-    LOADS: gl.constexpr = ring.x.shape[1] // HEIGHT
+    ROWS: gl.constexpr = desc.block_type.shape[0]
+    LOADS: gl.constexpr = ring.x.shape[1] // ROWS
     UNITS: gl.constexpr = ring.x.shape[0] // STAGES
-    parts = reinterpret(ring.x, desc.dtype, [UNITS * STAGES * LOADS, HEIGHT, _UNIT], desc.layout)
+    parts = reinterpret(ring.x, desc.dtype, [UNITS * STAGES * LOADS, ROWS, UNIT], desc.layout)
     slot = step % STAGES
     mbarrier.expect(ring.full.index(slot), UNITS * LOADS * desc.block_type.nbytes)
     for i in gl.static_range(UNITS * LOADS):
-        of_part = row + i % LOADS * HEIGHT
+        of_part = row + i % LOADS * ROWS
         of_part = gl.where(of_part < rows, of_part, 0)
-        where = [of_part, ((first + step) * UNITS + i // LOADS) * _UNIT]
+        where = [of_part, ((first + step) * UNITS + i // LOADS) * UNIT]
         async_load(desc, where, ring.full.index(slot), parts.index(slot * UNITS * LOADS + i))
 
 
@@ -279,121 +154,9 @@ def _load(x_desc, w_descs, row, rows, col, first, count, ring, PREFETCH: gl.cons
 
 
 @gluon.jit
-def _stored(row, MARLIN: gl.constexpr):
-    """Where the scale of a tile's row is, in which word its zero is, and at which place of the word. MARLIN: for the
-    rows of _take_words and the order of FourBitWeight."""
-    if MARLIN:
-        high, low = row >> 4, row >> 3 & 1
-        return high * 16 + (row & 7) * 2 + low, high * 2 + (row >> 2 & 1), low * 4 + (row & 3)
-    else:
-        return row, row >> 3, row & 7
-
-
-@gluon.jit
-def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr, MARLIN: gl.constexpr):
-    """The scales [GROUPS, 64] of a tile's rows, from column `first` on; fp32 where they are nested. With zeros int32:
-    the scale's bits, and in the high half the bits of magic + zero."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [0, 1])
-    group = first // GROUP + gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
-    row = col + gl.arange(0, _HEIGHT, gl.SliceLayout(0, layout))
-    group, row = gl.minimum(group, depth // GROUP - 1), gl.minimum(row, weight.cols - 1)
-    row, zero_row, place = _stored(row, MARLIN)
-    found = gl.load(weight.scale + row[None, :] * weight.scale_row + group[:, None] * weight.scale_column)
-    if weight.scale.dtype.element_ty == gl.uint8:
-        outer = (row[None, :] * (depth // GROUP) + group[:, None]) // _NESTED_BLOCK
-        found = gl.load(weight.code + found.to(gl.int32)) * gl.load(weight.outer + outer) + gl.load(weight.offset)
-    if weight.zero.dtype.element_ty == gl.int32:
-        magic: gl.constexpr = _MAGIC_BF16 if weight.scale.dtype.element_ty == gl.bfloat16 else _MAGIC_FP16
-        zero = gl.load(weight.zero + zero_row[None, :] * weight.zero_row + group[:, None] * weight.zero_column)
-        zero = (zero >> (place * 4)[None, :]) & 15 | magic
-        found = found.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF | zero << 16
-    return found
-
-
-@gluon.jit
-def _scale(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
-    """The scales of the 64 columns from `column` on, for the rows of a thread's words: [64, 1], or [64, 8] for each
-    word if half of the columns may be of another group. first: `kept` begins with this column's group. It is in shared
-    memory: if each step loaded scales, it would wait for them longer than for its words."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
-    groups = reinterpret(kept, kept.dtype, kept.shape, _A_GROUP)
-    scale = groups.index(column // GROUP - first // GROUP).load(gl.SliceLayout(1, layout))[:, None]
-    if GROUP % _UNIT:
-        other = groups.index((column + _UNIT // 2) // GROUP - first // GROUP).load(gl.SliceLayout(1, layout))[:, None]
-        halves = gl.join(scale.broadcast_to((_HEIGHT, 4)), other.broadcast_to((_HEIGHT, 4)))
-        scale = gl.convert_layout(halves.permute((0, 2, 1)).reshape((_HEIGHT, 8)), layout)
-    return scale
-
-
-@gluon.jit
-def _scales(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
-    """The scales of the 64 columns from `column` on and of the next 64."""
-    left = _scale(kept, first, column, GROUP, MMA)
-    right = left
-    if GROUP % (2 * _UNIT):
-        right = _scale(kept, first, column + _UNIT, GROUP, MMA)
-    return left, right
-
-
-@gluon.jit
-def _halves(words, WIDTH: gl.constexpr, MMA: gl.constexpr):
-    """Words [64, 2 * WIDTH] as the left half of their columns and the right one."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
-    left, right = words.reshape((_HEIGHT, 2, WIDTH)).permute((0, 2, 1)).split()
-    left = gl.convert_layout(left, layout, assert_trivial=True)
-    return left, gl.convert_layout(right, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _take_words(tiles, place, MMA: gl.constexpr):
-    """The words of a step in registers: one or two tensors [64, 16], of 128 columns each.
-
-    Each of Marlin's words has four numbers of a row n and four of row n + 8, from 16 columns. Two such words for
-    neighbouring 16 columns are treated as words of two rows. The tile's row 16w + 8h + 4a + b, for w, b < 4 and
-    h, a < 2, is row 16b + 8h + 2w + a of the 64, so that a warp's words are neighbours. With the rows that Marlin gives
-    to a warp, all its words would lie in every fourth bank of shared memory.
-    """
-    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
-    MARLIN: gl.constexpr = len(tiles.shape) == 4
-    WIDTH: gl.constexpr = 2 * tiles.shape[2] if MARLIN else tiles.shape[2]
-    if MARLIN:
-        own = reinterpret(tiles, tiles.dtype, [2 * tiles.shape[0], WIDTH // 2, 128], _IN_ROWS)
-        words = own.index(place).load(_marlin_lanes(WIDTH // 2)).reshape((WIDTH // 4, 2, 4, 2, 4, 4))
-        words = words.permute((2, 1, 3, 5, 0, 4)).reshape((_HEIGHT, WIDTH))
-        words = gl.convert_layout(words, layout, assert_trivial=True)
-    else:
-        STEPS: gl.constexpr = tiles.shape[0] * tiles.shape[1] // _HEIGHT
-        own = reinterpret(tiles, tiles.dtype, [STEPS, _HEIGHT, WIDTH], tiles.layout)
-        words = own.index(place).load(layout)
-    if WIDTH == 16:
-        return (words,)
-    else:
-        return _halves(words, 16, MMA)
-
-
-@gluon.constexpr_function
-def _marlin_lanes(tiles):
-    """Which words [tiles, 128] of 64 rows and of 16 columns each the threads load: see _take_words."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[1 << bit, 0] for bit in range(4) if tiles >> bit > 1],
-        lane_bases=[[0, 4], [0, 8], [0, 1], [0, 2], [0, 16]],
-        warp_bases=[[0, 32], [0, 64]],
-        block_bases=[],
-        shape=[tiles, 128],
-    )
-
-
-@gluon.jit
-def _in_order(total, MARLIN: gl.constexpr):
-    """The sums [64, BLOCK_M] of a tile's rows, in the order of the weight's rows."""
-    if MARLIN:
-        total = total.reshape((4, 2, 2, 4, total.shape[1])).permute((3, 1, 0, 2, 4)).reshape(total.shape)
-    return total
-
-
-@gluon.jit
-def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.constexpr, HALF: gl.constexpr):
-    """The sum [64, BLOCK_M] of a half of the tile's rows, over `count` steps from step `first`.
+def _multiply(ring, kept, weights, col, first, count, depth, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """The sums [64, BLOCK_M] of a half of the tile's rows, over `count` steps from step `first`: those of one weight,
+    or of two in turn. kept: room for the scales of each.
 
     A product runs while the next product's words are converted. If it ran on into the next step, the compiler would
     make each product wait, because two groups of warps multiply.
@@ -402,32 +165,68 @@ def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.cons
     STAGES: gl.constexpr = ring.full.shape[0]
     UNITS: gl.constexpr = ring.x.shape[0] // STAGES
     MARLIN: gl.constexpr = len(ring.words[0].shape) == 4
+    COUNT: gl.constexpr = len(weights)
     kind: gl.constexpr = ring.x.dtype
-    acc = zeros(BLOCK_M, _HEIGHT, True)
+    acc = zeros(BLOCK_M, HEIGHT, True)
     mma: gl.constexpr = acc.type.layout
-    kept.store(_load_scales(weight, col, first * UNITS * _UNIT, depth, GROUP, kept.shape[0], MARLIN))
-    table = _own_number(weight, kept.dtype, mma)
+    sums, loaded, tables = (), (), ()
+    for j in gl.static_range(COUNT):
+        sums += (acc,)  # type: ignore[assignment]
+        start = first * UNITS * UNIT
+        loaded += (load_scales(weights[j], col, start, depth, GROUP, kept[j].shape[0], MARLIN),)  # type: ignore[assignment]
+    for j in gl.static_range(COUNT):
+        kept[j].store(loaded[j])
+        tables += (own_number(weights[j], HEIGHT, kept[j].dtype, mma),)  # type: ignore[assignment]
     debug_barrier()
-    w0 = gl.zeros((_HEIGHT, _UNIT), kind, gl.DotOperandLayout(0, mma, 2))
+    w0 = gl.zeros((HEIGHT, UNIT), kind, gl.DotOperandLayout(0, mma, 2))
     w1 = w0
     for step in range(count):
         slot = step % STAGES
         await_full(ring.full, step)
-        words = _take_words(ring.words[0], 2 * slot + HALF, mma)
+        words = ()
+        for j in gl.static_range(COUNT):
+            words += (take_words(ring.words[j], 2 * slot + HALF, mma),)  # type: ignore[assignment]
         for i in gl.static_range(UNITS // 2):
-            left, right = _halves(words[i], 8, mma)
-            column = ((first + step) * UNITS + 2 * i) * _UNIT
-            scale0, scale1 = _scales(kept, first * UNITS * _UNIT, column, GROUP, mma)
-            w0 = _converted(left, scale0, table, kind, MARLIN, mma)
-            acc = warpgroup_mma(w0, ring.x.index(slot * UNITS + 2 * i).permute((1, 0)), acc, is_async=True)
-            acc, w0, w1 = warpgroup_mma_wait(1, deps=[acc, w0, w1])
-            w1 = _converted(right, scale1, table, kind, MARLIN, mma)
-            acc = warpgroup_mma(w1, ring.x.index(slot * UNITS + 2 * i + 1).permute((1, 0)), acc, is_async=True)
-            if i + 1 < UNITS // 2:
-                acc, w0, w1 = warpgroup_mma_wait(1, deps=[acc, w0, w1])
-        acc, w0, w1 = warpgroup_mma_wait(0, deps=[acc, w0, w1])
+            x0 = ring.x.index(slot * UNITS + 2 * i).permute((1, 0))
+            x1 = ring.x.index(slot * UNITS + 2 * i + 1).permute((1, 0))
+            column = ((first + step) * UNITS + 2 * i) * UNIT
+            for j in gl.static_range(COUNT):
+                left, right = halves(words[j][i], 8, mma)
+                scale0, scale1 = scales(kept[j], first * UNITS * UNIT, column, GROUP, mma)
+                w0 = converted(left, scale0, tables[j], kind, MARLIN, mma)
+                sums = _with(sums, j, warpgroup_mma(w0, x0, sums[j], is_async=True))
+                sums, w0, w1 = _wait(1, sums, w0, w1)
+                w1 = converted(right, scale1, tables[j], kind, MARLIN, mma)
+                sums = _with(sums, j, warpgroup_mma(w1, x1, sums[j], is_async=True))
+                if i + 1 < UNITS // 2 or j + 1 < COUNT:
+                    sums, w0, w1 = _wait(1, sums, w0, w1)
+        sums, w0, w1 = _wait(0, sums, w0, w1)
         give_back(ring.read, step)
-    return _in_order(acc, MARLIN)
+    return sums
+
+
+@gluon.jit
+def _with(sums, place: gl.constexpr, new):
+    """One or two sums with `new` in place of one of them."""
+    if len(sums) == 1:
+        found = (new,)
+    elif place == 0:
+        found = (new, sums[1])  # type: ignore[assignment]
+    else:
+        found = (sums[0], new)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _wait(pending: gl.constexpr, sums, w0, w1):
+    """Wait until at most `pending` products run."""
+    if len(sums) == 1:
+        first, w0, w1 = warpgroup_mma_wait(pending, deps=[sums[0], w0, w1])
+        found = (first,)
+    else:
+        first, second, w0, w1 = warpgroup_mma_wait(pending, deps=[sums[0], sums[1], w0, w1])
+        found = (first, second)  # type: ignore[assignment]
+    return found, w0, w1
 
 
 @gluon.jit
@@ -447,12 +246,13 @@ def _half_of_linear(
     HALF: gl.constexpr,
 ):
     """A group of warps of linear_kernel: multiplies a half of the tile's rows, and stores."""
-    col += HALF * _HEIGHT
-    total = _multiply_split(ring, kept.index(HALF), tile.weight, col, first, count, depth, GROUP, HALF)
+    col += HALF * HEIGHT
+    (total,) = _multiply(ring, (kept.index(HALF),), (tile.weight,), col, first, count, depth, GROUP, HALF)
     if HALF == 0:
         gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
     bias_ptr = tile.bias if BIASED else None
-    store(total, out, bias_ptr, col, rows, bias_cols, tile.weight.cols, ring.x.shape[1], _HEIGHT, True)
+    total = in_order(total, len(ring.words[0].shape) == 4)
+    store(total, out, bias_ptr, col, rows, bias_cols, tile.weight.cols, ring.x.shape[1], HEIGHT, True)
 
 
 @gluon.jit
@@ -499,12 +299,12 @@ def linear_kernel(
     row, split = _first_row(rows, BLOCK_M), gl.program_id(2)
     descs = (w0_desc, w1_desc, w2_desc, w3_desc)
     of_tiles = biases if biases is not None else (0, 0, 0, 0)
-    tile = tile_of(gl.program_id(1), columns, descs, of_tiles, out.ptr, 2 * _HEIGHT)
-    col = tile.number * 2 * _HEIGHT
+    tile = tile_of(gl.program_id(1), columns, descs, of_tiles, out.ptr, 2 * HEIGHT)
+    col = tile.number * 2 * HEIGHT
     first, count = steps_of(split, depth, BLOCK_K, SPLITS)
     ring = _ring(x_desc, (tile.desc,), BLOCK_M, STAGES)
     KEPT: gl.constexpr = _kept_dtype(columns[0].scale.dtype.element_ty, columns[0].zero.dtype.element_ty, x_desc.dtype)
-    kept = gl.allocate_shared_memory(KEPT, [2, GROUPS, _HEIGHT], _IN_ROWS)
+    kept = gl.allocate_shared_memory(KEPT, [2, GROUPS, HEIGHT], IN_ROWS)
     out_rows = Rows(tile.out_ptr + (split.to(gl.int64) * rows + row) * out.row, out.row)
     BIASED: gl.constexpr = biases is not None
     bias_cols = gl.where(split == 0, tile.weight.cols, 0)
@@ -517,56 +317,6 @@ def linear_kernel(
         (_load, (x_desc, (tile.desc,), row, rows, col, first, count, ring, PREFETCH)),
     ], [4, 1], [_MULTIPLIER, _LOADER])
     # fmt: on
-
-
-@gluon.jit
-def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP: gl.constexpr, HALF: gl.constexpr):
-    """As _multiply_split for gate and up, in turn."""
-    BLOCK_M: gl.constexpr = ring.x.shape[1]
-    STAGES: gl.constexpr = ring.full.shape[0]
-    UNITS: gl.constexpr = ring.x.shape[0] // STAGES
-    MARLIN: gl.constexpr = len(ring.words[0].shape) == 4
-    kind: gl.constexpr = ring.x.dtype
-    gates = zeros(BLOCK_M, _HEIGHT, True)
-    ups = gates
-    mma: gl.constexpr = gates.type.layout
-    of_gate = _load_scales(gate, col, 0, depth, GROUP, gate_kept.shape[0], MARLIN)
-    of_up = _load_scales(up, col, 0, depth, GROUP, up_kept.shape[0], MARLIN)
-    gate_kept.store(of_gate)
-    up_kept.store(of_up)
-    gate_table, up_table = _own_number(gate, gate_kept.dtype, mma), _own_number(up, up_kept.dtype, mma)
-    debug_barrier()
-    w0 = gl.zeros((_HEIGHT, _UNIT), kind, gl.DotOperandLayout(0, mma, 2))
-    w1 = w0
-    for step in range(count):
-        slot = step % STAGES
-        place = 2 * slot + HALF
-        await_full(ring.full, step)
-        gate_words, up_words = _take_words(ring.words[0], place, mma), _take_words(ring.words[1], place, mma)
-        for i in gl.static_range(UNITS // 2):
-            x0 = ring.x.index(slot * UNITS + 2 * i).permute((1, 0))
-            x1 = ring.x.index(slot * UNITS + 2 * i + 1).permute((1, 0))
-            column = (step * UNITS + 2 * i) * _UNIT
-            left, right = _halves(gate_words[i], 8, mma)
-            scale0, scale1 = _scales(gate_kept, 0, column, GROUP, mma)
-            w0 = _converted(left, scale0, gate_table, kind, MARLIN, mma)
-            gates = warpgroup_mma(w0, x0, gates, is_async=True)
-            gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            w1 = _converted(right, scale1, gate_table, kind, MARLIN, mma)
-            gates = warpgroup_mma(w1, x1, gates, is_async=True)
-            gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            left, right = _halves(up_words[i], 8, mma)
-            scale0, scale1 = _scales(up_kept, 0, column, GROUP, mma)
-            w0 = _converted(left, scale0, up_table, kind, MARLIN, mma)
-            ups = warpgroup_mma(w0, x0, ups, is_async=True)
-            gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            w1 = _converted(right, scale1, up_table, kind, MARLIN, mma)
-            ups = warpgroup_mma(w1, x1, ups, is_async=True)
-            if i + 1 < UNITS // 2:
-                gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-        gates, ups, w0, w1 = warpgroup_mma_wait(0, deps=[gates, ups, w0, w1])
-        give_back(ring.read, step)
-    return _in_order(gates, MARLIN), _in_order(ups, MARLIN)
 
 
 @gluon.jit
@@ -586,13 +336,14 @@ def _half_of_swiglu(
     HALF: gl.constexpr,
 ):
     """The same for swiglu_kernel."""
-    col += HALF * _HEIGHT
-    gate_kept, up_kept = kept.index(2 * HALF), kept.index(2 * HALF + 1)
-    gates, ups = _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP, HALF)
-    product = swiglu(gates, ups, ring.x.dtype, GELU_TANH).permute((1, 0))
+    col += HALF * HEIGHT
+    both = (kept.index(2 * HALF), kept.index(2 * HALF + 1))
+    gates, ups = _multiply(ring, both, (gate, up), col, 0, count, depth, GROUP, HALF)
+    MARLIN: gl.constexpr = len(ring.words[0].shape) == 4
+    product = swiglu(in_order(gates, MARLIN), in_order(ups, MARLIN), ring.x.dtype, GELU_TANH).permute((1, 0))
     if IN_WORD_ORDER:
         product = _in_word_order(product)
-    store(product, out, None, col, rows, gate.cols, gate.cols, ring.x.shape[1], _HEIGHT, False)
+    store(product, out, None, col, rows, gate.cols, gate.cols, ring.x.shape[1], HEIGHT, False)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -617,11 +368,11 @@ def swiglu_kernel(
     """Grid (row tiles, column tiles): a program makes one tile of both products and multiplies them. IN_WORD_ORDER:
     store the columns of `out` in the order of words."""
     row = _first_row(rows, BLOCK_M)
-    col, count = gl.program_id(1) * 2 * _HEIGHT, gl.cdiv(depth, BLOCK_K)
+    col, count = gl.program_id(1) * 2 * HEIGHT, gl.cdiv(depth, BLOCK_K)
     descs = (gate_desc, up_desc)
     ring = _ring(x_desc, descs, BLOCK_M, STAGES)
     KEPT: gl.constexpr = _kept_dtype(gate.scale.dtype.element_ty, gate.zero.dtype.element_ty, x_desc.dtype)
-    kept = gl.allocate_shared_memory(KEPT, [4, GROUPS, _HEIGHT], _IN_ROWS)
+    kept = gl.allocate_shared_memory(KEPT, [4, GROUPS, HEIGHT], IN_ROWS)
     out_rows = Rows(out.ptr + row.to(gl.int64) * out.row, out.row)
     gdc_launch_dependents()
     # fmt: off
@@ -658,7 +409,7 @@ def reads(weight: FourBitWeight, dtype: torch.dtype) -> bool:
     if weight.table is None:
         return weight.scale.dtype == dtype
     known = torch.float32 if weight.nested is None else torch.uint8
-    nested = weight.nested is None or (weight.nested.block == _NESTED_BLOCK.value and weight.scale.is_contiguous())
+    nested = weight.nested is None or (weight.nested.block == NESTED_BLOCK.value and weight.scale.is_contiguous())
     return weight.scale.dtype == known and nested
 
 
@@ -690,7 +441,7 @@ def fitted(settings: Streaming, rows: int, depth: int, weights: int, group: int,
     block_m = block_m_of(rows)
     slot = (BLOCK_N * weights + 4 * block_m) * settings.block_k // 2
     of_scales = BLOCK_N * weights * groups_of(columns_of(depth, settings), group) * item
-    to_store = 4 * BLOCK_N * block_m if rows > FEW_ROWS else 4 * _HEIGHT.value * block_m
+    to_store = 4 * BLOCK_N * block_m if rows > FEW_ROWS else 4 * HEIGHT.value * block_m
     stages = min(settings.w_stages, (_SHARED_MEMORY - of_scales - to_store) // slot)
     if stages < 2 and settings.block_k > 128:
         return fitted(settings._replace(block_k=128), rows, depth, weights, group, item)
@@ -721,7 +472,7 @@ def linear_hopper_four_bits(
     settings, block_m = fitted(settings, rows, depth, 1, weights[0].group, _item_of(weights[0])), block_m_of(rows)
     grid = triton.cdiv(rows, block_m), tiles_of(cols, BLOCK_N), settings.splits
     overlapped_on_hopper(linear_kernel, grid)(
-        descriptor(x, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
+        descriptor(x, min(block_m, _ROWS_OF_A_LOAD), UNIT.value),
         *(_words(weight, settings) for weight in weights),
         *[None] * (4 - len(weights)),
         tuple(_columns(n, weight) for n, weight in zip(cols, weights, strict=True)),
@@ -754,7 +505,7 @@ def linear_swiglu_hopper_four_bits(
     rows, depth = x.shape
     settings, block_m = fitted(settings, rows, depth, 2, gate.group, _item_of(gate)), block_m_of(rows)
     overlapped_on_hopper(swiglu_kernel, (triton.cdiv(rows, block_m), triton.cdiv(len(gate), BLOCK_N)))(
-        descriptor(x, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
+        descriptor(x, min(block_m, _ROWS_OF_A_LOAD), UNIT.value),
         _words(gate, settings),
         _words(up, settings),
         _columns(len(gate), gate),
