@@ -70,6 +70,18 @@ def tiny_model(
     return EaModel(base, head).eval()
 
 
+def noisy(model: Any, noise: float = 0.15, seed: int = 1) -> Any:
+    """A drafter that is right now and then: the model, with noise in each matrix of so much of its spread."""
+    other = type(model)(model.config).eval().to(model.device)
+    other.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in other.parameters():
+        if parameter.dim() > 1:
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.data += noise * parameter.std() * drawn
+    return other
+
+
 def random_prompt(length: int, vocab: int = 32, seed: int = 0) -> torch.Tensor:
     """Token ids [1, length]."""
     return torch.randint(vocab, (1, length), generator=torch.Generator().manual_seed(1000 * length + seed))
