@@ -436,7 +436,7 @@ def test_checkpoints_of_every_layout(layout, tmp_path):
         assert tokens_of(inference, [tokens])[0][:6] == want[0, 9:].tolist()
 
 
-def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
+def test_copies_of_the_targets_matrices_are_not_kept():
     model, drafter = target(), block_drafter(own_embedding=True, own_head=True)
     drafter.embed_tokens.weight.data = model.model.embed_tokens.weight.data.clone()
     fitted = fit_block_drafter(drafter, model)

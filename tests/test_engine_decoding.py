@@ -331,7 +331,7 @@ class TestChoice:
         with pytest.raises(ValueError, match="drafter has 12 positions, and the text may have 13 tokens"):
             call("speculative_generate", (short, pair[1]), max_gen_len=10, engine=True)
 
-    def test_dropout_while_training(self, pair):
+    def test_dropout_while_training(self):
         target = tiny()
         call("autoregressive_generate", (None, target), engine=True)
         target.train()
@@ -385,7 +385,7 @@ class TestTheKeptEngine:
         assert len({id(kept.inference) for kept in seen}) == 4
         assert seen[2].drafter is other and seen[3].drafter is pair[0]
 
-    def test_release(self, pair):
+    def test_release(self):
         import gc
         import weakref
 

@@ -271,7 +271,7 @@ def test_options_of_a_tree_are_refused_where_the_draft_grows_its_own(model):
     assert "num_draft_tokens 20," in repr(EAGLEInference(None, model, tree))
 
 
-def test_a_draft_goes_with_its_own_configuration(model, plain):
+def test_a_draft_goes_with_its_own_configuration(model):
     config = SpeculativeConfig("eagle", num_speculative_tokens=2)
     eagle = EAGLEInference(create_proposer(config, model), model, config)
     assert eagle.policy(1).trees == (TreeSpec.chain(2),)

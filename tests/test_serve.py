@@ -300,7 +300,7 @@ def test_stops(client, alone):
     assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason == token
 
 
-def test_ignore_eos(client, alone):
+def test_ignore_eos(client):
     """The demo's end of text, made likely."""
     options = dict(max_tokens=12, logit_bias={"0": 100})
     ended = client.complete(**options).choices[0]
