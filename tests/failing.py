@@ -1,10 +1,12 @@
-"""Functions that fail when a test says so."""
+"""Functions that fail when a test says so, and calls that must be refused."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 
 def failing(function: Callable, error: BaseException | type[BaseException], *at: int) -> Callable:
@@ -17,3 +19,10 @@ def failing(function: Callable, error: BaseException | type[BaseException], *at:
         return function(*args, **kwargs)
 
     return call
+
+
+def check_refused(*cases: tuple[str, Callable[[], Any]], error: Any = ValueError) -> None:
+    """Each call raises the error, with its message."""
+    for message, call in cases:
+        with pytest.raises(error, match=message):
+            call()

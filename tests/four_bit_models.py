@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from eagle_triton.runtime.four_bit_weight import Packing, packed
 from tests.float8_models import give_compressed_forward
 from tests.test_four_bit_weight import repacked
+from tests.tiny import ENDLESS
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of Marlin's zeros in a word
 EIGHT = (0, 1, 8, 9, 16, 17, 24, 25)  # of Marlin's biases
@@ -30,9 +31,7 @@ def tiny_target(seed: int = 0, layers: int = 3) -> Any:
         num_key_value_heads=4,
         head_dim=16,
         attention_bias=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
+        **ENDLESS,
     )
     model = transformers.LlamaForCausalLM(config).eval()
     for parameter in model.parameters():

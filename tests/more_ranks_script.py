@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
-from tests.tiny import random_prompt
+from tests.tiny import ENDLESS, random_prompt
 
 
 def save(folder: Path, ranks: int, eagle3: bool, tied: bool) -> None:
@@ -29,9 +29,8 @@ def save(folder: Path, ranks: int, eagle3: bool, tied: bool) -> None:
         head_dim=16,
         vocab_size=36,
     )
-    ends = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
     config = LlamaConfig(
-        **sizes, **ends, num_hidden_layers=3, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied
+        **sizes, **ENDLESS, num_hidden_layers=3, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied
     )
     base = LlamaForCausalLM(config).eval()
     features = (0, 1, 2) if eagle3 else None

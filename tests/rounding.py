@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 CUDA = torch.cuda.is_available()
+HOPPER = CUDA and torch.version.cuda is not None and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 # bfloat16 products are wrong in Triton's interpreter.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 

@@ -26,7 +26,7 @@ from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
 from tests.float8_models import at_once, in_blocks, in_rows, with_fp8
 from tests.tensor_parallel_script import refused
-from tests.tiny import random_prompt
+from tests.tiny import ENDLESS, SIZES, random_matrices, random_prompt
 from tests.tiny_families import tiny_family
 
 LOADED = {"blocks": (in_blocks, 512), "one scale": (at_once, 192), "odd blocks": (in_blocks, 384)}
@@ -37,9 +37,8 @@ def new_target(intermediate: int) -> LlamaForCausalLM:
     """The same on all ranks. Half of its rows and columns are whole blocks of 128, if half of the MLP's are."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
-    ends = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
     config = LlamaConfig(
-        **sizes, **ends, vocab_size=32, intermediate_size=intermediate, num_hidden_layers=3, attention_bias=True
+        **sizes, **ENDLESS, vocab_size=32, intermediate_size=intermediate, num_hidden_layers=3, attention_bias=True
     )
     model = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():
@@ -50,21 +49,9 @@ def new_target(intermediate: int) -> LlamaForCausalLM:
 def with_head(target: Any) -> EaModel:
     """Around an EAGLE-3 head that is the same on all ranks."""
     torch.manual_seed(1)
-    config = DraftConfig(
-        hidden_size=256,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=32,
-        draft_vocab_size=32,
-        feature_layers=(0, 1, 2),
-    )
-    head = Eagle3Head(config, total_token=59, depth=2, top_k=24)
-    for parameter in head.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.1)
-    return EaModel(target, head).eval()
+    sizes = SIZES | dict(hidden_size=256, head_dim=16, vocab_size=32, draft_vocab_size=32)
+    head = Eagle3Head(DraftConfig(**sizes, feature_layers=(0, 1, 2)), total_token=59, depth=2, top_k=24)
+    return EaModel(target, random_matrices(head, 0.1)).eval()
 
 
 def save(folder: Path, name: str) -> None:

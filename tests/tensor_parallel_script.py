@@ -91,13 +91,26 @@ def refused(error: type[Exception] | tuple[type[Exception], ...], *words: str):
         raise AssertionError(f"{error} with {words} was not raised")
 
 
+def load(folder: Path, name: str = "llama, EAGLE-3", tree: dict[str, Any] = TREE, **options: Any) -> EaModel:
+    """A pair, over both ranks unless the options say otherwise."""
+    return EaModel.from_pretrained(str(folder / name), **{"tp_plan": "auto", **tree, **options})
+
+
+def load_both(folder: Path, *which: Any) -> tuple[EaModel, EaModel]:
+    """A pair on each rank alone, and the same over both."""
+    return load(folder, *which, tp_plan=None), load(folder, *which)
+
+
+def gathered(value: object) -> list[Any]:
+    """That of each rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def tokens_equal_those_of_one_rank(folder: Path) -> None:
     for name in list(PAIRS)[2:]:  # each of their heads is beside another target too
-        eagle3, tree = PAIRS[name].get("eagle3", True), FIXED if name == "llama, tied, EAGLE-1" else TREE
-        one, shared = (
-            EaModel.from_pretrained(str(folder / name), use_eagle3=eagle3, **tree, **options)
-            for options in ({}, {"tp_plan": "auto"})
-        )
+        one, shared = load_both(folder, name, FIXED if name == "llama, tied, EAGLE-1" else TREE)
         prompts = [random_prompt(length) for length in (9, 21, 4)]
         results = []
         for model, seed in ((one, 0), (shared, dist.get_rank())):
@@ -120,7 +133,7 @@ def tokens_equal_those_of_one_rank(folder: Path) -> None:
 
 def restored_it_is_as_it_was(folder: Path) -> None:
     """transformers' own way over both ranks, which restore gives back."""
-    model = EaModel.from_pretrained(str(folder / "llama, tied, EAGLE-3 without an embedding"), tp_plan="auto", **TREE)
+    model = load(folder, "llama, tied, EAGLE-3 without an embedding")
     before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     forwards = {name: vars(part).get("forward") for name, part in model.named_modules()}
     prompt = random_prompt(11)
@@ -137,7 +150,7 @@ def restored_it_is_as_it_was(folder: Path) -> None:
 
 
 def reports_are_the_same_over_many_steps(folder: Path) -> None:
-    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    model = load(folder)
     inference = EAGLEInference(None, model)
     engine, spec = inference.engine, TreeSpec.dynamic(10, 3, 3)
     reports = []
@@ -150,16 +163,12 @@ def reports_are_the_same_over_many_steps(folder: Path) -> None:
             reports.append(batch.state.report.tolist())
             for slot in batch.free:
                 batch.admit(Request(random_prompt(5 + slot, seed=step)[0], 1900, sampling))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, reports)
-    assert len(reports) == STEPS and gathered[0] == gathered[1]
+    first, second = gathered(reports)
+    assert len(reports) == STEPS and first == second
 
 
 def plain_models_and_inference(folder: Path) -> None:
-    name = "llama, EAGLE-3"
-    one, shared = (
-        EaModel.from_pretrained(str(folder / name), **TREE, **options) for options in ({}, {"tp_plan": "auto"})
-    )
+    one, shared = load_both(folder)
     prompt, rank = random_prompt(12), dist.get_rank()
 
     class Sometime(StoppingCriteria):
@@ -189,9 +198,8 @@ def plain_models_and_inference(folder: Path) -> None:
         rounded = shared.eagenerate(prompt, max_new_tokens=10)
         assert sum(shared.accept_lengths) > 0
     assert torch.equal(rounded[:, :22], results[0][0])
-    passes: list[Any] = [None] * 2
-    dist.all_gather_object(passes, [int(row) for row in results[1] if row.dim() == 0])
-    assert passes[0] == passes[1]
+    first, second = gathered([int(row) for row in results[1] if row.dim() == 0])
+    assert first == second
 
     with optimize_with_triton(shared.base_model):
         cut = shared.base_model.generate(prompt, max_new_tokens=10, do_sample=False, stopping_criteria=[Sometime()])
@@ -206,12 +214,8 @@ def plain_models_and_inference(folder: Path) -> None:
 
 def rank_0_is_asked_by_a_session(folder: Path) -> None:
     """And gives what a session of one process gives, whatever comes and goes meanwhile."""
-    one, shared = (
-        EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), **TREE, **options)
-        for options in ({}, {"tp_plan": "auto"})
-    )
     config = EAGLEConfig(num_draft_tokens="auto", topk=3, num_steps=3, suffix_drafts=2, slots=2)
-    inferences = [EAGLEInference(None, model, config, tokenizer=Letters()) for model in (one, shared)]
+    inferences = [EAGLEInference(None, model, config, tokenizer=Letters()) for model in load_both(folder)]
 
     def work(session: Session) -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -279,7 +283,7 @@ def rank_0_is_asked_by_a_session(folder: Path) -> None:
 
 def one_rank_may_stream_alone(folder: Path) -> None:
     """Or have criteria of its own, which count on rank 0."""
-    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE).base_model
+    model = load(folder).base_model
     prompt, rank, shown = random_prompt(12), dist.get_rank(), []
 
     class Streamer:
@@ -311,7 +315,7 @@ def one_rank_may_stream_alone(folder: Path) -> None:
 
 def one_rank_may_lack_memory(folder: Path) -> None:
     """Then the caches of all have no more room than its own: the same request ends with an error on each."""
-    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    model = load(folder)
     resized = pages.PageMemory.resized
 
     def short(memory: pages.PageMemory, count: int, known: int) -> Tensor:
@@ -324,16 +328,15 @@ def one_rank_may_lack_memory(folder: Path) -> None:
         prompts = [random_prompt(length, seed=seed)[0] for seed, length in enumerate((120, 60, 60))]
         _, results = inference.generate(prompts, [80, 10, 20])
     ends = [(completion.error, completion.tokens) for completion in results.completions]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, ends)
-    assert gathered[0] == gathered[1]
+    first, second = gathered(ends)
+    assert first == second
     assert "none left" in ends[0][0] and not ends[1][0] and not ends[2][0]
     assert inference.engine.ops.calls["requests_paused"], "nobody has paused"
 
 
 def steps_that_one_rank_has_alone_are_refused(folder: Path) -> None:
     """As when a rank leaves a stream before the others, while the device has begun another step."""
-    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    model = load(folder)
     inference = EAGLEInference(None, model)
     with Batch(inference.engine, 1, TreeSpec.dynamic(10, 3, 3), 100) as batch:
         batch.admit_all([Request(random_prompt(9)[0], 60)])
@@ -345,10 +348,10 @@ def steps_that_one_rank_has_alone_are_refused(folder: Path) -> None:
 
 def what_decides_is_compared(folder: Path) -> None:
     """Before anything is exchanged by it."""
-    model, rank, prompt = str(folder / "llama, EAGLE-3"), dist.get_rank(), [random_prompt(9)[0]]
+    rank, prompt = dist.get_rank(), [random_prompt(9)[0]]
 
     def inference(**options: Any) -> EAGLEInference:
-        return EAGLEInference(None, EaModel.from_pretrained(model, tp_plan="auto", **TREE), EAGLEConfig(**options))
+        return EAGLEInference(None, load(folder), EAGLEConfig(**options))
 
     both = [inference(), inference()]
     with refused(RanksError, "its engine"):
@@ -391,48 +394,46 @@ class Letters:
 
 
 def what_is_refused(folder: Path) -> None:
-    path = str(folder / "llama, EAGLE-3")
 
-    def load(name: str = "llama, EAGLE-3", **plan: str) -> EaModel:
-        options = {"distributed_config": DistributedConfig(tp_size=2, tp_plan=plan)} if plan else {"tp_plan": "auto"}
-        return EaModel.from_pretrained(str(folder / name), **TREE, **options)
+    def planned(name: str, style: str) -> EaModel:
+        plan = {f"model.layers.*.{name}": style}
+        return load(folder, tp_plan=None, distributed_config=DistributedConfig(tp_size=2, tp_plan=plan))
 
-    gate = {"model.layers.*.mlp.gate_proj": "colwise_gather_output"}
     with refused(UnsupportedModelError, "model.base_model.model.layers.0.mlp.gate_proj", "by 'colwise_gather_output'"):
-        optimize_eagle_with_triton(load(**gate))
+        optimize_eagle_with_triton(planned("mlp.gate_proj", "colwise_gather_output"))
     with refused(UnsupportedModelError, "target_model.model.layers.0.self_attn.o_proj", "by 'rowwise_split_input'"):
-        EAGLEInference(None, load(**{"model.layers.*.self_attn.o_proj": "rowwise_split_input"}).base_model)
+        EAGLEInference(None, planned("self_attn.o_proj", "rowwise_split_input").base_model)
 
-    model = load()
+    model = load(folder)
     model.base_model.tp_plan = {**model.base_model.tp_plan, "model.layers.*.self_attn.k_proj": "rowwise"}
     with refused(UnsupportedModelError, "model.base_model.model.layers.0.self_attn.k_proj", "its style is 'rowwise'"):
         optimize_eagle_with_triton(model)
-    model = load()
+    model = load(folder)
     layers = model.base_model.model.layers
     layers[2].mlp.up_proj.weight = layers[2].mlp.down_proj.weight
     with refused(UnsupportedModelError, "layers.2.mlp.up_proj.weight", "Shard(dim=1)", "must be Shard(dim=0)"):
         optimize_with_triton(model.base_model)
-    model = load()
+    model = load(folder)
     whole = torch.nn.Linear(64, 96, bias=False)
     model.base_model.model.layers[2].mlp.up_proj = whole
     with refused(UnsupportedModelError, "model.model.layers.2.mlp.up_proj", "every rank has it whole"):
         optimize_with_triton(model.base_model)
-    model = load()
+    model = load(folder)
     weight = model.base_model.model.layers[1].mlp.up_proj.weight
     size = [1, weight.shape[1]]
     weight._local_tensor = Float8Tensor(*quantised(weight._local_tensor).tensors, size, weight.dtype)
     with refused(UnsupportedModelError, "layers.1.mlp.up_proj.weight", "must be a plain tensor, got a Float8Tensor"):
         optimize_with_triton(model.base_model)
-    model = load()
+    model = load(folder)
     model.ea_layer.lm_head.weight = model.base_model.lm_head.weight
     with refused(UnsupportedModelError, "model.ea_layer.lm_head.weight", "a draft must be whole on each rank"):
         optimize_eagle_with_triton(model)
     with refused(UnsupportedModelError, "layers.0.self_attn.k_proj", "its 1 heads do not divide by 2 ranks; start"):
-        optimize_eagle_with_triton(load("one head of keys"))
+        optimize_eagle_with_triton(load(folder, "one head of keys"))
     with refused(ValueError, "33", "divi"):  # older transformers say so themselves
-        optimize_eagle_with_triton(load("odd vocabulary"))
+        optimize_eagle_with_triton(load(folder, "odd vocabulary"))
 
-    model = load()
+    model = load(folder)
     view = read_causal_lm(model.base_model)
     with refused(UnsupportedModelError, "draft_model.model is sharded", "load it without tp_plan"):
         draft_from_causal_lm(model.base_model, view, lambda: PLAIN)
@@ -445,15 +446,14 @@ def what_is_refused(folder: Path) -> None:
     with refused(UnsupportedModelError, "ea_layer.topK_genrate, self_attn.forward"):
         optimize_eagle_with_triton(model, strict=True)
     with refused(ValueError, "total_token must be a number of nodes"):
-        EaModel.from_pretrained(path, total_token=-1, depth=5, top_k=10, tp_plan="auto")
+        load(folder, total_token=-1, depth=5, top_k=10)
     with refused(ValueError, "draft_vocabulary"):
-        eagle1 = EaModel.from_pretrained(str(folder / "llama, EAGLE-1"), use_eagle3=False, tp_plan="auto", **TREE)
-        EAGLEInference(None, eagle1, EAGLEConfig(draft_vocabulary=16))
+        EAGLEInference(None, load(folder, "llama, EAGLE-1"), EAGLEConfig(draft_vocabulary=16))
 
 
 def a_head_is_shared_where_it_divides(folder: Path) -> None:
     """By views of its own weights, and its cache has this rank's heads."""
-    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    model = load(folder)
     view, draft = native.read(model)
     layer, weights = draft.layers[0], model.ea_layer.midlayer
     assert layer.mixer.cache_shape == view.layers[0].mixer.cache_shape == (1, 16)
@@ -473,7 +473,7 @@ def a_head_is_shared_where_it_divides(folder: Path) -> None:
 
 def norms_add_up_what_ranks_leave_in_memory(folder: Path) -> None:
     """Instead of gathering it: as on GPUs, here in a file, by the references. The bits are the same."""
-    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    model = load(folder)
     ranks = native.read(model)[0].ranks
     assert ranks is not None
     if dist.get_rank() == 0:
@@ -495,7 +495,7 @@ def norms_add_up_what_ranks_leave_in_memory(folder: Path) -> None:
 
 
 def changes_are_found(folder: Path) -> None:
-    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    model = load(folder)
     prompt = random_prompt(9)
     with optimize_eagle_with_triton(model):
         before = model.eagenerate(prompt, max_new_tokens=6)

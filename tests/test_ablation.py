@@ -211,7 +211,7 @@ class TestRows:
 
 
 class TestResuming:
-    def test_finished_rows_stay_and_the_others_come_again(self, finished, capsys):
+    def test_finished_rows_stay_and_the_others_come_again(self, finished):
         before = rows(finished / "a.csv")
         out, trace = Path("a.csv"), Path("t.csv")
         out.write_bytes((finished / "a.csv").read_bytes()[:900])  # half a row

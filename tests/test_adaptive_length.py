@@ -14,7 +14,7 @@ from eagle_triton.ops import adaptive_length
 from eagle_triton.reference import adaptive_length as reference
 from eagle_triton.speculative_decoding import speculative_generate
 from eagle_triton.speculative_decoding.egag import EntropyGuide
-from tests.tiny import tiny_model
+from tests.tiny import noisy, tiny_model
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -287,14 +287,9 @@ class TestEngine:
     )
     def test_steps_are_those_of_the_function(self, rule):
         """The same numbers, step for step, as decoding by the models' own forward."""
-        target, drafter = (tiny_model(eagle3=False, layers=2).base_model.to(DEVICE) for _ in range(2))
-        with torch.no_grad():
-            for model in (target, drafter):
-                model.lm_head.weight *= 2  # as sure as trained ones
-            generator = torch.Generator().manual_seed(1)
-            for parameter in drafter.parameters():
-                noise = torch.randn(parameter.shape, generator=generator).to(DEVICE)
-                parameter += 0.3 * parameter.std() * noise if parameter.dim() > 1 else 0
+        target = tiny_model(eagle3=False, layers=2).base_model.to(DEVICE)
+        target.lm_head.weight.data *= 2  # as sure as a trained one
+        drafter = noisy(target, 0.3)
         prompt, trace = [5, 9, 2, 7, 7, 1], []
         options = {"egag_scale": rule.scale, "egag_mode": rule.mode, "egag_ema_beta": rule.ema_beta}
         options |= {"gamma_min": rule.gamma_min}

@@ -16,6 +16,7 @@ from tests.paging import in_pages
 CUDA = torch.cuda.is_available()
 # The interpreter multiplies the bits of bf16 tiles as integers.
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
+HALF = torch.float16
 KINDS = ["sinks", "softcap", "both"]
 BOTH = pytest.mark.parametrize(
     "attend", [kernels.tree_attention, reference.tree_attention], ids=["kernel", "reference"]
@@ -80,8 +81,7 @@ def assert_close(out, case, scale, window=None, sinks=None, softcap=None):
     )  # fmt: skip
     plain = same_dtype(q, cache, lengths, ancestors, scale, window, sinks, softcap).float()
     bound = 2 * (plain - exact).abs().max() + max(1e-5, 2**-22 * float(exact.abs().max()))
-    assert out.shape == q.shape
-    assert out.dtype == q.dtype
+    assert out.shape == q.shape and out.dtype == q.dtype
     error = (out.float() - exact).abs().max()
     assert error <= bound, f"error {error:.2e} above {bound:.2e}"
 
@@ -149,25 +149,27 @@ def test_what_is_no_pair_stays_a_tensor(device, monkeypatch):
         assert isinstance(out, torch.Tensor) and out.shape == case[0].shape
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("nodes", [1, 7, 26, 60, 64, 65])
-def test_node_counts(nodes, dtype, device):
-    group = 4 if CUDA else 1  # the interpreter takes its time for every row block
-    check(make_case(2, nodes, 1, group, 64, 256, [0, 127], -(-nodes // 64), dtype, device))
-
-
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 127, 128, pytest.param(2049, marks=pytest.mark.cuda), 300])
-@pytest.mark.parametrize("words", [0, 1, 2], ids=["causal", "one-word", "two-words"])
-def test_lengths(length, words, device):
-    if length > 1000 and not CUDA:
-        pytest.skip("long sequences need a GPU")
-    check(make_case(1, 10, 2, 4, 64, 512 if length < 500 else 4096, [length], words, torch.float16, device))
-
-
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256, 512])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_head_dims(width, dtype, device):
-    check(make_case(1, 7, 2, 4, width, 192, [100], 1, dtype, device))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        # Numbers of nodes; the interpreter takes its time for every row block.
+        *(
+            (2, nodes, 1, 4 if CUDA else 1, 64, 256, [0, 127], -(-nodes // 64), dtype)
+            for nodes in (1, 7, 26, 60, 64, 65)
+            for dtype in DTYPES
+        ),
+        *((1, 10, 2, 4, 64, 512, [length], w, HALF) for length in (0, 1, 63, 64, 127, 128, 300) for w in range(3)),
+        *((1, 10, 2, 4, 64, 4096, [2049], words, HALF) for words in range(3) if CUDA),
+        *((1, 7, 2, 4, width, 192, [100], 1, dtype) for width in (64, 80, 96, 128, 256, 512) for dtype in DTYPES),
+        *((2, nodes, 2, group, 64, 192, [3, 150], 1, HALF) for group in (1, 4, 7) for nodes in (1, 26 if CUDA else 11)),
+        *((3, 26, 1, 4, 64, 256, lengths, 1, HALF) for lengths in ([0, 1, 127], [128, 5, 190], [64, 0, 63])),
+        (2, 700 if CUDA else 260, 1, 4, 64, 1024, [0, 77], 0, HALF),  # a chunk of a prompt, of more than 1024 rows
+    ],
+    ids=lambda sizes: "-".join(map(str, sizes)),
+)
+def test_sizes(sizes, device):
+    """B, N, Hkv, heads a group, d, T, lengths, words (0: causal) and dtype."""
+    check(make_case(*sizes, device))
 
 
 @pytest.mark.parametrize("new_keys", [1, 7, 70])
@@ -200,28 +202,12 @@ def test_no_node_sees_what_is_behind_the_new_keys(new_keys, device):
             assert_close(out, cleared, 64**-0.5, 70)
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("nodes", [1, 26 if CUDA else 11])
-def test_groups(group, nodes, device):
-    check(make_case(2, nodes, 2, group, 64, 192, [3, 150], 1, torch.float16, device))
-
-
-@pytest.mark.parametrize("lengths", [[0, 1, 127], [128, 5, 190], [64, 0, 63]], ids=str)
-def test_ragged_batches(lengths, device):
-    check(make_case(3, 26, 1, 4, 64, 256, lengths, 1, torch.float16, device))
-
-
 @pytest.mark.parametrize("window", [1, 3, 40, 64, 1000] if CUDA else [1, 40, 1000])
 @pytest.mark.parametrize("words", [0, 1, 2], ids=["causal", "one-word", "two-words"])
 def test_sliding_window(window, words, device):
     case = make_case(2, 65 if words == 2 else 20, 1, 1, 64, 256, [9, 150], words, torch.float32, device)
     case[1][:, 1, :, : max(0, 150 - window)] = float("nan")  # out of every node's window
     check(case, window)
-
-
-def test_causal_chunk_of_a_prompt(device):
-    nodes = 700 if CUDA else 260  # more than 1024 rows: not split
-    check(make_case(2, nodes, 1, 4, 64, 1024, [0, 77], 0, torch.float16, device))
 
 
 def test_new_keys_that_nobody_sees_may_be_anything(device):
@@ -400,9 +386,7 @@ def test_streamed_keys_give_the_same_bits(
     for dtype in (torch.float16, torch.bfloat16):
         case = make_case(len(lengths), nodes, kv_heads, group, width, 2560, lengths, words, dtype, device)
         q, cache, *rest = case
-        table = None
-        if page_rows is not None:
-            cache, table = in_pages(cache, page_rows)
+        cache, table = (cache, None) if page_rows is None else in_pages(cache, page_rows)
         use = kernels.settings_for(nodes * group, width, kv_heads, 1, dtype, (9, 0))
         assert use.streamed
         some = {"splits": 5, "min_tiles": 2}
@@ -506,8 +490,7 @@ def test_strided_inputs(device):
     lengths = torch.tensor([90, 4], dtype=torch.int32, device=device)
     ancestors = torch.zeros(2, 9, 3, dtype=torch.int64, device=device)[:, :, 1:2]
     ancestors.copy_(pack_ancestors(random_trees(2, 9, 1)))
-    assert not q.is_contiguous()
-    assert not cache.is_contiguous()
+    assert not q.is_contiguous() and not cache.is_contiguous()
     check((q, cache, lengths, ancestors))
 
 
@@ -588,10 +571,7 @@ def good_arguments(device):
         (lambda a: {"new_keys": 0}, "new_keys must lie in 1..64"),
         (lambda a: {"new_keys": True}, "new_keys must lie in 1..64"),
         (lambda a: {"new_keys": 2.5}, "got 2.5 and"),
-        (
-            lambda a: {"new_keys": 65},
-            "new_keys must lie in 1..64 \\* W, got 65 and ancestors with W = 1",
-        ),
+        (lambda a: {"new_keys": 65}, "new_keys must lie in 1..64 \\* W, got 65 and ancestors with W = 1"),
         (lambda a: {"new_keys": 5, "ancestors": None}, "new_keys .* got 5 and no ancestors"),
         (lambda a: {"table": torch.zeros(2, 1, dtype=torch.int64)}, "table must be int32"),
         (lambda a: {"table": torch.zeros(3, 1, dtype=torch.int32)}, "table must be int32 \\[2, M>0\\]"),
@@ -613,13 +593,7 @@ def test_bad_arguments_raise(attend, change, message, device):
         (lambda a: {"q": a["q"].mT.contiguous().mT}, "q must have stride 1"),
         (lambda a: {"cache": a["cache"].mT.contiguous().mT}, "cache must have stride 1"),
         (lambda a: {"sinks": torch.zeros(4, 2, device=a["q"].device)[:, 0]}, "sinks must have stride 1"),
-        (
-            lambda a: {
-                "cache": a["cache"][:, :, :, :32],
-                "table": torch.zeros(2, 2, dtype=torch.int32, device=a["q"].device),
-            },
-            "multiple of 64 rows",
-        ),
+        (lambda a: {"cache": a["cache"][:, :, :, :32], "table": a["lengths"].new_zeros(2, 2)}, "multiple of 64 rows"),
     ],
 )
 def test_what_only_the_kernel_refuses(change, message, device):
@@ -676,9 +650,7 @@ def test_values_may_be_the_first_columns_of_keys(nodes, group, width, rest, word
     exact = reference.tree_attention(*both[:1], cache, lengths, ancestors, **options)
     whole = reference.tree_attention(*plain, scale=options["scale"])
     torch.testing.assert_close(exact, whole[..., :width])
-    table = None
-    if page_rows is not None:
-        cache, table = in_pages(cache, page_rows)
+    cache, table = (cache, None) if page_rows is None else in_pages(cache, page_rows)
     out = kernels.tree_attention(q, cache, lengths, ancestors, **options, table=table)
     assert out.shape == (*q.shape[:3], width)
     padded = torch.cat([out, torch.zeros_like(q[..., width:])], -1)

@@ -115,9 +115,7 @@ def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows
     ancestors = pack_ancestors(random_trees(len(lengths), nodes, words))
     given = torch.tensor(lengths, dtype=torch.int32)
     expected = reference.tree_attention(q.double(), cache.double(), given, ancestors, scale=SCALE)
-    table = None
-    if page_rows is not None:
-        cache, table = in_pages(cache, page_rows)
+    cache, table = (cache, None) if page_rows is None else in_pages(cache, page_rows)
     new = memory_rows(cache, table, lengths)
     for change in ({}, {"splits": 5, "min_tiles": 1}):
         use = settings(nodes, group, width, **change)

@@ -93,7 +93,7 @@ def texts() -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("tree", [TWO_LAYERS, None], ids=["8-3-2", "plain"])
-def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
+def test_steps_are_over_the_slots_that_are_taken(tree):
     """Whoever comes and goes, with rules, stop tokens and logits that steps get to know on the way."""
     engine = engine_for(tiny_model(vocab=12, **(tree or TWO_LAYERS)))
     spec = engine.draft.read_tree() if tree else PLAIN

@@ -41,7 +41,7 @@ from eagle_triton.models.target import language_model
 from eagle_triton.reference import verification
 from tests.forked import start_program
 from tests.programs import recorded, refused
-from tests.tiny import random_prompt, tiny_model
+from tests.tiny import SIZES, random_prompt, tiny_model
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
@@ -140,9 +140,8 @@ def test_generate_compares_the_same_tokens(ran):
     original, optimised = record["rows"]
     assert (original["variant"], optimised["variant"]) == ("original", "optimised")
     assert original["tau"] == optimised["tau"] and original["accepted"] == optimised["accepted"]
-    assert all(
-        row["tokens_per_second"] > 0 and row["first_token_ms"] > row["ms_per_step"] / 10 for row in record["rows"]
-    )
+    for row in record["rows"]:
+        assert row["tokens_per_second"] > 0 and row["first_token_ms"] > row["ms_per_step"] / 10
     assert "same tokens, original and optimised: 1 of 1 prompts" in record["notes"]
     assert record["notes"][-1].startswith("NOISE: figures from ")
     assert record["options"]["shape"] == "tiny" and record["options"]["dtype"] == "float32"
@@ -184,11 +183,9 @@ def test_step_measures_every_decoding_context_and_batch(ran):
 
 
 FAMILIES = ("qwen3-30b-a3b", "gpt-oss-20b", "gemma3-12b")
-SMALL = dict(
-    **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2),
-    **dict(vocab_size=512, draft_vocab_size=128, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
-    **dict(num_experts=8, num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
-)
+SMALL = SIZES | dict(num_hidden_layers=7, vocab_size=512, draft_vocab_size=128, head_dim=16, sliding_window=8)
+SMALL |= dict(query_pre_attn_scalar=16, num_experts=8, num_local_experts=8, num_experts_per_tok=2)
+SMALL |= dict(moe_intermediate_size=32)
 
 
 def make_small(shape, monkeypatch):
@@ -396,12 +393,8 @@ def test_a_provider_that_differs_is_not_timed():
     ]
     rows, notes = operations.measure_case(Case("group", "case", numbers, torch.abs, providers, 64), torch.device("cpu"))
     assert [row["provider"] for row in rows] == ["right"]
-    assert [note.partition(" was")[0] for note in notes] == [
-        "case: zeros",
-        "case: nan",
-        "FAIL: case: broken",
-        "case: raises",
-    ]
+    told = ["case: zeros", "case: nan", "FAIL: case: broken", "case: raises"]
+    assert [note.partition(" was")[0] for note in notes] == told
 
 
 def test_targets_belong_to_the_last_of_our_providers():
@@ -642,9 +635,8 @@ def test_a_variant_that_cannot_run_is_left_out_alone(monkeypatch):
         "FAIL: head is left out: no head",
         "FAIL: ngram is left out: prose: no answer took a step, each ended with its first token",
     ]
-    assert drafters._judge(rows + [row | {"work": "warm"} for row in rows]) == [
-        "warm: suffix 1.00 x its tokens per step on prose"
-    ]
+    warm = [row | {"work": "warm"} for row in rows]
+    assert drafters._judge(rows + warm) == ["warm: suffix 1.00 x its tokens per step on prose"]
     assert egag._judge([row | {"variant": name} for row in rows for name in ("plain", "2 drafts")]) == []
     with pytest.raises(ValueError, match="no head"):
         list(drafters.compare({"head": variants["head"]}, {"prose": [[1]]}, args, notes))
@@ -671,10 +663,8 @@ def test_bars_are_whole_and_places_in_a_draft_are_whole_numbers(tmp_path, monkey
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: figures.append(figure))
     row = dict(variant="suffix", temperature=0.0, category="all questions", tau=1.5, speedup=1.0)
-    plot(
-        Record("questions", dict.fromkeys(FACTS, "x"), {}, [row | {"synthetic_acceptance_rates": [0.5] * 2}], []),
-        tmp_path / "a.png",
-    )
+    row |= dict(synthetic_acceptance_rates=[0.5] * 2)
+    plot(Record("questions", dict.fromkeys(FACTS, "x"), {}, [row], []), tmp_path / "a.png")
     tau, _, places = figures[0].axes
     assert all(tick == int(tick) for tick in places.get_xticks())
     assert [bar.get_height() for bar in tau.patches] == [1.5] and tau.get_ylim()[0] == 0 and tau.get_ylim()[1] > 1.5

@@ -35,7 +35,8 @@ from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
 from eagle_triton.models.block_loading import block_drafter_of, fit_block_drafter, load_block_drafter
 from eagle_triton.models.head_loading import load_head
 from tests.checkpoints import config_of, edited
-from tests.tiny import generate_row, random_prompt, tiny_model
+from tests.failing import check_refused
+from tests.tiny import ENDLESS, SIZES, generate_row, random_prompt, tiny_model
 from tests.tiny_families import randomise, skipped_if_unknown, tiny_family
 from tests.tiny_hybrids import KINDS as HYBRIDS
 from tests.tiny_hybrids import tiny_hybrid
@@ -67,12 +68,9 @@ def target(seed: int = 0) -> torch.nn.Module:
 
 def block_drafter(seed: int = 2, tree: str = "chain", **changes: object) -> BlockDrafter:
     """A random one, whose norms are random too. Head dim and hidden size do not go by heads."""
-    sizes: dict = dict(
-        hidden_size=64,
+    sizes: dict = SIZES | dict(
         intermediate_size=40,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=24,
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
@@ -90,6 +88,11 @@ def block_drafter(seed: int = 2, tree: str = "chain", **changes: object) -> Bloc
     if drafter.d2t is not None:
         drafter.d2t.copy_(torch.randperm(VOCAB)[: len(drafter.d2t)].sort().values - torch.arange(len(drafter.d2t)))
     return drafter
+
+
+def plain(model: torch.nn.Module, ids: Tensor, new: int, **options: object) -> Tensor:
+    """Greedy decoding by the model's own `generate`, or what is patched in its place."""
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
 
 
 class PlainDrafts:
@@ -156,9 +159,7 @@ def test_drafts_of_every_step_are_the_best_of_a_plain_forward(kind, tree):
         texts[piece.index] += piece.tokens
     assert accepted > 0 or tree == "chain"
     for prompt, text in zip(prompts, texts, strict=True):
-        ids = torch.tensor([prompt])
-        alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
-        assert text == alone[0].tolist()
+        assert text == plain(model, torch.tensor([prompt]), 7)[0].tolist()
 
 
 @pytest.mark.parametrize("kind", ["shifted", "DFlash2", "vanilla", "rnn", "Domino"])
@@ -166,11 +167,11 @@ def test_all_that_was_scored_and_chains_that_ngrams_continue(kind):
     model, drafter = target(), block_drafter(**KINDS[kind])
     inference = EAGLEInference(drafter, model, EAGLEConfig(fallback=False))
     ids, spec = random_prompt(9, VOCAB), TreeSpec.dynamic(10, 2, 3)
-    plain, found = PlainDrafts(drafter, model, ids[0].tolist()), Prefix(inference.pair.engine, spec, ids).candidates()
+    alone, found = PlainDrafts(drafter, model, ids[0].tolist()), Prefix(inference.pair.engine, spec, ids).candidates()
     paths: list[tuple[int, ...]] = []
     for place, (token, score) in enumerate(zip(found.tokens[0].tolist(), found.scores[0].tolist(), strict=True)):
         paths.append((*(() if place < 3 else paths[found.expanded[0, place // 3 - 1]]), token))
-        of_path = sum(float(plain.scores(paths[-1][:depth])[token]) for depth, token in enumerate(paths[-1]))
+        of_path = sum(float(alone.scores(paths[-1][:depth])[token]) for depth, token in enumerate(paths[-1]))
         assert score == pytest.approx(of_path, abs=1e-4)
     assert len(set(paths)) == spec.candidates == 21 and {len(path) for path in paths} == {1, 2, 3}
     draft = ContinuedDraft(model_draft=inference.pair.draft, source=NgramSource(3), chain=2)
@@ -188,11 +189,11 @@ def test_a_rows_best_tokens_are_corrected_and_the_rest_keep_their_probability(ki
     model, drafter = target(), block_drafter(**KINDS[kind])
     engine = EAGLEInference(drafter, model, EAGLEConfig(fallback=False)).pair.engine
     ids, spec = random_prompt(9, VOCAB), TreeSpec.dynamic(10, 2, 3)
-    found, plain = Prefix(engine, spec, ids).candidates(), PlainDrafts(drafter, model, ids[0].tolist())
+    found, alone = Prefix(engine, spec, ids).candidates(), PlainDrafts(drafter, model, ids[0].tolist())
     first = found.expanded[0, 0]  # the best child of the root
     path: tuple[int, ...] = (int(found.tokens[0, first]),)
     below = found.scores[0, 3:6] - found.scores[0, first]
-    logits, uncorrected = plain.logits(path), model.lm_head(plain.hidden[1])
+    logits, uncorrected = alone.logits(path), model.lm_head(alone.hidden[1])
     among = uncorrected.topk(4).indices
     scores = uncorrected.index_copy(0, among, logits[among]).log_softmax(-1)
     best = scores[among].topk(3)
@@ -221,9 +222,9 @@ def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes
     """Alone and together, with grafts, with shared beginnings, and from a plain step on."""
     model, beginning = target(2), random_prompt(70, VOCAB)[0].tolist()  # more than a page
     prompts = [beginning + random_prompt(length, VOCAB, length)[0].tolist() for length in (3, 9, 1)]
-    plain = EAGLEInference(None, model, EAGLEConfig(speculative=SpeculativeConfig(method="naive")))
+    naive = EAGLEInference(None, model, EAGLEConfig(speculative=SpeculativeConfig(method="naive")))
     options, order = (dict(temperature=0.9, seed=4), 1) if sampled else ({}, -1)  # a row's place is part of its seed
-    want = [list(tokens) for tokens in tokens_of(plain, prompts, **options)]
+    want = [list(tokens) for tokens in tokens_of(naive, prompts, **options)]
     for tree, config in (SAMPLED if sampled else GREEDY).items():
         inference = EAGLEInference(block_drafter(tree=tree, **KINDS[kind]), model, config)
         assert tokens_of(inference, prompts, **options) == want
@@ -241,8 +242,7 @@ def test_a_recurrent_correction_drafts_for_gated_delta_nets(tree):
     drafter = block_drafter(tree=tree, **KINDS["Domino"] | dict(feature_layers=(1, 2, 3)))
     inference = EAGLEInference(drafter, model, EAGLEConfig(fallback=False))
     prompts = [random_prompt(length, VOCAB, length)[0].tolist() for length in (5, 12)]
-    want = [model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids):].tolist()
-            for ids in prompts]  # fmt: skip
+    want = [plain(model, torch.tensor([ids]), 12)[0, len(ids) :].tolist() for ids in prompts]
     assert tokens_of(inference, prompts) == want
     assert inference.statistics["total_accepted_tokens"] > 0
 
@@ -269,7 +269,7 @@ def test_without_options_the_tree_is_the_drafters_own(changes):
             expected = PlainDrafts(drafter, model, text).best(TreeSpec.chain(drafter.config.drafts))
             assert piece.drafts == [path[-1] for path in expected]
         text += piece.tokens
-    assert text == model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
+    assert text == plain(model, torch.tensor([prompt]), 6)[0].tolist()
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "rnn", "Domino", "DFlash2", "scaled"])
@@ -340,8 +340,7 @@ def test_kernels_draft_what_the_references_draft(device, tree):
     model, found = tiny_model(vocab=VOCAB, layers=3).base_model.to(device), []
     for kernels in (False, True):
         with optimize_with_triton(model, drafter, kernels=kernels)[1] as originals:
-            ids = random_prompt(9, VOCAB).to(device)
-            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+            tokens = plain(model, random_prompt(9, VOCAB).to(device), 4)
             row = generate_row(originals)
             assert row.calls == 1 and not row.fallbacks
             found.append((tokens.tolist(), re.findall(r"tau \S+ over \d+ steps", str(originals))))
@@ -419,27 +418,25 @@ def test_checkpoints_of_every_layout(layout, tmp_path):
     loaded = load_block_drafter(str(tmp_path / "drafter"), model.config)
     assert loaded.config == drafter.config
     tokens = random_prompt(9, VOCAB)[0].tolist()
-    want, got = (PlainDrafts(one, model, tokens).scores((3, 1)) for one in (drafter, loaded))
-    torch.testing.assert_close(want, got)
+    torch.testing.assert_close(*(PlainDrafts(one, model, tokens).scores((3, 1)) for one in (drafter, loaded)))
     ids = torch.tensor([tokens])
-    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    want = plain(model, ids, 6)
     with optimize_with_triton(model, tmp_path / "drafter")[1] as originals:
-        assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6), plain)
+        assert torch.equal(plain(model, ids, 6), want)
         assert generate_row(originals).calls == 1
     if layout not in ("z-lab", "speculators"):
         return  # other ways to name a checkpoint load it by the same functions
     model.save_pretrained(tmp_path / "target")
-    config = EAGLEConfig(
-        speculative=SpeculativeConfig(method="dflash", model=str(tmp_path / "drafter"), num_speculative_tokens=5)
-    )
+    speculative = SpeculativeConfig(method="dflash", model=str(tmp_path / "drafter"), num_speculative_tokens=5)
+    config = EAGLEConfig(speculative=speculative)
     for inference in (
         EAGLEInference.from_pretrained(str(tmp_path / "target"), str(tmp_path / "drafter"), device="cpu"),
         EAGLEInference(None, str(tmp_path / "target"), config, device="cpu"),
     ):
-        assert tokens_of(inference, [tokens])[0][:6] == plain[0, 9:].tolist()
+        assert tokens_of(inference, [tokens])[0][:6] == want[0, 9:].tolist()
 
 
-def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
+def test_copies_of_the_targets_matrices_are_not_kept():
     model, drafter = target(), block_drafter(own_embedding=True, own_head=True)
     drafter.embed_tokens.weight.data = model.model.embed_tokens.weight.data.clone()
     fitted = fit_block_drafter(drafter, model)
@@ -520,40 +517,45 @@ def test_a_domino_drafter_that_does_not_fit_its_fields_is_refused(fields, tensor
 
 
 def test_a_p_eagle_head_is_refused_by_name(tmp_path):
-    save_file(
-        {"layers.0.hidden_norm.weight": torch.ones(64), "mask_hidden": torch.ones(1, 1, 192)},
-        tmp_path / "a.safetensors",
-    )
+    tensors = {"layers.0.hidden_norm.weight": torch.ones(64), "mask_hidden": torch.ones(1, 1, 192)}
+    save_file(tensors, tmp_path / "a.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(dict(hidden_size=64, num_hidden_layers=4, ptd_token_id=3)))
-    for load in (load_head, lambda path, *_: optimize_with_triton(target(), path)):
-        with pytest.raises(
-            ValueError, match=r"is a P-EAGLE head \(it has the tensor mask_hidden\).* is not supported: give"
-        ):
-            load(str(tmp_path), None, target().config, {})
+    message = r"is a P-EAGLE head \(it has the tensor mask_hidden\).* is not supported: give"
+    check_refused(
+        (message, lambda: load_head(str(tmp_path), None, target().config, {})),
+        (message, lambda: optimize_with_triton(target(), str(tmp_path))),
+    )
 
 
 def test_what_cannot_be_drafted_is_refused():
-    model = target()
-    with pytest.raises(ValueError, match="a block of 6 scores at most 5 levels, got a tree of 7"):
-        EAGLEInference(block_drafter(), model, EAGLEConfig(topk=1, num_steps=7, num_draft_tokens=8))
-    with pytest.raises(ValueError, match="a block of 6 scores at most 5 levels"):
-        optimize_with_triton(model, block_drafter(), num_steps=7, topk=1)
-    with pytest.raises(
-        ValueError, match="topk must be at most 5, the tokens of a row that the drafter corrects, got 6"
-    ):
-        EAGLEInference(block_drafter(**DFLASH2), model, EAGLEConfig(topk=6))
-    with pytest.raises(ValueError, match="egag ends drafts level by level"):
-        EAGLEInference(block_drafter(), model, EAGLEConfig(egag=EGAGConfig()))
-    with pytest.raises(UnsupportedModelError, match="dtype torch.float16"):
-        EAGLEInference(block_drafter().half(), model)
-    for changes, message in (
-        (dict(feature_layers=(2, 6)), r"draft_model: .*reads the inputs of layers \[2, 6\], the target has 6 layers"),
-        (dict(hidden_size=32), "draft_model: .*hidden_size is 32, but 64 in the target"),
-    ):
-        with pytest.raises(UnsupportedModelError, match=message):
-            EAGLEInference(block_drafter(**changes), model)
-    with pytest.raises(ValueError, match="method dflash does not draft with CausalLMDraft; its method is draft_model"):
-        EAGLEInference(model, model, EAGLEConfig(speculative=SpeculativeConfig(method="dflash")))
+    model, drafter = target(), block_drafter()
+
+    def made(draft: nn.Module = drafter, **options: object) -> EAGLEInference:
+        return EAGLEInference(draft, model, EAGLEConfig(**options))
+
+    check_refused(
+        (
+            "a block of 6 scores at most 5 levels, got a tree of 7",
+            lambda: made(topk=1, num_steps=7, num_draft_tokens=8),
+        ),
+        ("a block of 6 scores at most 5 levels", lambda: optimize_with_triton(model, drafter, num_steps=7, topk=1)),
+        (
+            "topk must be at most 5, the tokens of a row that the drafter corrects, got 6",
+            lambda: made(block_drafter(**DFLASH2), topk=6),
+        ),
+        ("egag ends drafts level by level", lambda: made(egag=EGAGConfig())),
+        (
+            "method dflash does not draft with CausalLMDraft; its method is draft_model",
+            lambda: made(model, speculative=SpeculativeConfig(method="dflash")),
+        ),
+    )
+    inputs, size = block_drafter(feature_layers=(2, 6)), block_drafter(hidden_size=32)
+    check_refused(
+        ("dtype torch.float16", lambda: made(block_drafter().half())),
+        (r"draft_model: .*reads the inputs of layers \[2, 6\], the target has 6 layers", lambda: made(inputs)),
+        ("draft_model: .*hidden_size is 32, but 64 in the target", lambda: made(size)),
+        error=UnsupportedModelError,
+    )
 
 
 def test_a_report_says_that_hardly_any_draft_is_right():
@@ -565,8 +567,7 @@ def test_a_report_says_that_hardly_any_draft_is_right():
     model.lm_head.weight.data[0].zero_()
     with optimize_with_triton(model, drafter)[1] as originals:
         for length, words in ((40, False), (60, True)):
-            ids = random_prompt(5, VOCAB, length)
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
+            plain(model, random_prompt(5, VOCAB, length), length)
             assert ("hardly any draft is right" in str(originals)) == words
 
 
@@ -575,11 +576,11 @@ def test_a_report_says_that_hardly_any_draft_is_right():
 
 def assistant(**changes: object) -> nn.Module:
     """Muse-Glimmer's, whose window is smaller than the texts."""
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16, sliding_window=7, block_size=BLOCK, mask_token_id=3,
-                 target_layer_ids=[0, 1, 2], pad_token_id=0, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    own = dict(num_hidden_layers=2, head_dim=16, sliding_window=7, block_size=BLOCK, mask_token_id=3)
     with skipped_if_unknown():
-        config = transformers.AutoConfig.for_model("muse_glimmer_assistant", **sizes | changes)
+        config = transformers.AutoConfig.for_model(
+            "muse_glimmer_assistant", **SIZES | ENDLESS | own | dict(target_layer_ids=[0, 1, 2]) | changes
+        )
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config).eval()
     randomise(model)
@@ -596,7 +597,7 @@ TEXT = 2 + random_prompt(21, 22, seed=4)  # some drafts are right
 
 
 def texts_of(model: nn.Module, **options: object) -> Tensor:
-    return model.generate(TEXT, attention_mask=torch.ones_like(TEXT), max_new_tokens=24, do_sample=False, **options)
+    return plain(model, TEXT, 24, **options)
 
 
 DFLASH = dict(speculation_type="dflash")
@@ -728,9 +729,8 @@ def test_an_exported_drafter_is_read_back_and_drafts_the_same(to, kind, saved_ta
     found = compare_drafts(drafter, tmp_path / "out", saved_target, prompts=3)
     assert found.same and found.prompts == 3
     if to == "vllm":
-        assert plan.arguments["speculative_config"] == dict(
-            method="dflash", model=str(plan.folder), num_speculative_tokens=BLOCK - 1
-        )
+        want = dict(method="dflash", model=str(plan.folder), num_speculative_tokens=BLOCK - 1)
+        assert plan.arguments["speculative_config"] == want
     else:
         assert plan.arguments["speculative_algorithm"] == "DFLASH"
         assert plan.arguments["speculative_num_draft_tokens"] == BLOCK

@@ -19,7 +19,7 @@ from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
-from tests.tiny import FAMILIES, random_prompt, tiny_model
+from tests.tiny import ENDLESS, FAMILIES, SIZES, random_matrices, random_prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHAIN = TreeSpec.dynamic(total_token=4, depth=2, top_k=1)  # three drafts, one below the other
@@ -31,15 +31,10 @@ LENGTHS = (1, 70, 70)  # equal prompts are prefilled once
 def causal_lm(family: str = "llama", vocab: int = 32, hidden: int = 64, layers: int = 3, seed: int = 0, **options):
     """A tiny random Hugging Face model in fp32, in evaluation mode."""
     torch.manual_seed(seed)
-    sizes = dict(hidden_size=hidden, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4)
-    sizes |= dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, vocab_size=vocab)
-    ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(**(sizes | ids | options))
-    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.15)
-    return model.to(DEVICE)
+    sizes = SIZES | dict(hidden_size=hidden, num_hidden_layers=layers, head_dim=16, vocab_size=vocab)
+    sizes |= dict(max_position_embeddings=2048)
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**(sizes | ENDLESS | options))
+    return random_matrices(getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config)).to(DEVICE)
 
 
 def engine_for(target: nn.Module, draft: nn.Module, spec: TreeSpec, kernels: bool = DEVICE == "cuda") -> Engine:

@@ -154,14 +154,12 @@ def test_every_command_is_tried_here():
 
 
 def test_an_unknown_command_is_told_the_nearest_else_all():
-    for line, near in (("/Lenght 5", "/length"), ("/set_ngram onelevel 4", "/set_ngramstorage")):
-        name = line.split()[0]
-        assert answer_to(line, DEFAULT) == Reply(
-            DEFAULT, (f"{name} is not a command; did you mean {near}? /help lists all",)
-        )
-    assert answer_to("/xyz", DEFAULT) == Reply(
-        DEFAULT, ("/xyz is not a command; the commands are:", *help_lines(DEFAULT))
-    )
+    for line, said in (
+        ("/Lenght 5", ["/Lenght is not a command; did you mean /length? /help lists all"]),
+        ("/set_ngram onelevel 4", ["/set_ngram is not a command; did you mean /set_ngramstorage? /help lists all"]),
+        ("/xyz", ["/xyz is not a command; the commands are:", *help_lines(DEFAULT)]),
+    ):
+        assert answer_to(line, DEFAULT) == Reply(DEFAULT, tuple(said))
 
 
 def test_help_says_what_everything_is_set_to():
@@ -855,6 +853,12 @@ class AtTerminal:
     def type(self, text: str) -> None:
         os.write(self.ours, text.encode())
 
+    def send(self, text: str, *expected: str) -> None:
+        """Type a text, and read until each of these has come, in turn."""
+        self.type(text)
+        for one in expected:
+            self.expect(one)
+
     def leave(self, seconds: float = 240) -> int:
         """The exit code, when the program has ended."""
         end = time.monotonic() + seconds
@@ -870,25 +874,15 @@ def test_the_whole_program_at_a_terminal(tmp_path):
     with AtTerminal(infer.main, "--device", "cpu", XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.expect("/help lists the commands")
         terminal.expect(">")
-        terminal.type("/length 6 /ngram off /debug on\n")
-        terminal.expect("debug on: ")
+        terminal.send("/length 6 /ngram off /debug on\n", "debug on: ")
         terminal.type("import os\n")
         assert "\033[34m" in terminal.expect("[speculative]") and "\033[3" in terminal.expect("same tokens]")
-        terminal.type("/debug off /length 2000 /speculative off\n")
-        terminal.expect("speculative off: ")
-        terminal.type("def main():\n")
-        terminal.expect("[target]")
-        terminal.expect("\n    ")
-        terminal.type("\x03")
-        terminal.expect("interrupted]")
-        terminal.expect(">")  # before it, the interrupt below would reach the program between two lines
-        terminal.type("/gamma 999")
-        terminal.expect("999")
-        terminal.type("\x03")  # clears the line
-        terminal.expect(">")
-        terminal.type("/nonsense\n")
-        terminal.expect("/nonsense is not a command")
-        terminal.expect("Other lines are prompts")
+        terminal.send("/debug off /length 2000 /speculative off\n", "speculative off: ")
+        terminal.send("def main():\n", "[target]", "\n    ")
+        terminal.send("\x03", "interrupted]", ">")  # before ">" the next one would reach the program between two lines
+        terminal.send("/gamma 999", "999")
+        terminal.send("\x03", ">")  # clears the line
+        terminal.send("/nonsense\n", "/nonsense is not a command", "Other lines are prompts")
         assert "usage: /gamma" not in terminal.seen
         terminal.expect(">")
         terminal.type("\x04")
@@ -905,21 +899,12 @@ def test_no_color_is_honoured_at_a_terminal(toolkit, tmp_path):
         terminal.expect(">")
         if toolkit:
             terminal.expect("length 35 | gamma 4")  # at the foot
-        terminal.type("/debug on\r")
-        terminal.expect("debug on: ")
-        terminal.expect(">")
-        terminal.type("hello\r")
-        terminal.expect("1 of 2 accepted: b x c")
-        terminal.expect("same tokens")
-        terminal.expect("same tokens")
-        terminal.expect(">")
+        terminal.send("/debug on\r", "debug on: ", ">")
+        terminal.send("hello\r", "1 of 2 accepted: b x c", "same tokens", "same tokens", ">")
         if toolkit:
             terminal.expect("chat | debug")
-            terminal.type("/egag_gamma_mi\t")  # completed
-            terminal.expect("n")
-            terminal.type(" 0\r")
-            terminal.expect("/egag_gamma_min: egag_gamma_min must be")
-            terminal.expect("chat | debug")
+            terminal.send("/egag_gamma_mi\t", "n")  # completed
+            terminal.send(" 0\r", "/egag_gamma_min: egag_gamma_min must be", "chat | debug")
         terminal.type("\x04")
         assert terminal.leave() == 0
         assert not re.search(r"\033\[(?:\d+;)*3[0-7]m", terminal.seen)

@@ -253,7 +253,7 @@ class TestAnswers:
         assert answer.finished == "interrupted" and list(answer.tokens) == alone[: len(answer.tokens)]
         assert list(decoder.decode("speculative", prompt, short()).tokens) == alone
 
-    def test_one_token(self, decoder, prompt, alone):
+    def test_one_token(self, decoder, prompt):
         for method in METHODS:
             answer = decoder.decode(method, prompt, Settings(length=1))
             assert len(answer.tokens) == len(answer.steps) == 1 and answer.tau == 0, method

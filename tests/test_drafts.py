@@ -83,7 +83,6 @@ def test_input_norms_of_a_head_are_of_one_kind():
 
 
 PROMPTS = [random_prompt(length, vocab=8)[0] for length in (1, 9, 30, 9)]
-SEEDED = SamplingParams(temperature=0.4, seed=3)
 
 
 @pytest.mark.parametrize("count", [2, 4, 11])
@@ -122,18 +121,6 @@ def test_it_needs_no_catching_up_when_drafting_resumes(model):
             want.append(batch.tokens(0))
         assert batch.sequences.skipped is None and batch.sequences.draft_tensors is None
     assert torch.equal(*want)
-
-
-def test_it_samples_from_the_targets_distribution_and_repeats_for_a_seed(model):
-    engine = Engine(native.read(model.cpu())[0], RepeatDraft(3), make_operations())
-
-    def run(prompts):
-        limits = [30] * len(prompts)
-        return generate(engine, prompts, TreeSpec.chain(3), SEEDED, max_new_tokens=limits, eos_token_ids=())
-
-    together = run(PROMPTS)
-    assert sum(engine.accept_lengths) > 0
-    assert torch.equal(run(PROMPTS[:1])[0], together[0])
 
 
 def test_inference_takes_it(model):

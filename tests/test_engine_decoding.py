@@ -12,7 +12,7 @@ from eagle_triton import speculative_decoding as library
 from eagle_triton.speculative_decoding import engine_decoding
 from eagle_triton.speculative_decoding.ngram_storage import CountingStorage
 from eagle_triton.speculative_decoding.readers import CausalReader
-from tests.tiny import random_prompt, tiny_model
+from tests.tiny import noisy, random_prompt, tiny_model
 from tests.tiny_hybrids import KINDS, tiny_hybrid
 
 VOCABULARY = 32
@@ -24,18 +24,6 @@ PROMPTS = [random_prompt(length)[0].tolist() for length in (1, 6, 19)]
 def tiny(**options):
     """A target of two layers."""
     return tiny_model(eagle3=False, layers=2, **options).base_model
-
-
-def noisy(model, noise: float = 0.15, seed: int = 1):
-    """A drafter that is right now and then."""
-    other = type(model)(model.config).eval()
-    other.load_state_dict(model.state_dict())
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.dim() > 1:
-                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return other
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +331,7 @@ class TestChoice:
         with pytest.raises(ValueError, match="drafter has 12 positions, and the text may have 13 tokens"):
             call("speculative_generate", (short, pair[1]), max_gen_len=10, engine=True)
 
-    def test_dropout_while_training(self, pair):
+    def test_dropout_while_training(self):
         target = tiny()
         call("autoregressive_generate", (None, target), engine=True)
         target.train()
@@ -397,7 +385,7 @@ class TestTheKeptEngine:
         assert len({id(kept.inference) for kept in seen}) == 4
         assert seen[2].drafter is other and seen[3].drafter is pair[0]
 
-    def test_release(self, pair):
+    def test_release(self):
         import gc
         import weakref
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,8 +159,8 @@ def test_equal_scores_go_by_index(device, routing):
         if routing.score == "softmax":
             chosen = module.route(x, weight, None, None, routing).experts
             up = (x @ weight[3]) > 0
-            assert chosen[up].tolist() == [[3, 7, 0]] * int(up.sum()) and chosen[~up].tolist() == [[0, 1, 2]] * int(
-                (~up).sum()
+            assert torch.equal(
+                chosen, torch.where(up[:, None], chosen.new_tensor([3, 7, 0]), chosen.new_tensor([0, 1, 2]))
             )
 
 
@@ -224,6 +225,23 @@ def test_products(device, layout, rows, inner, dtype):
     assert_close(parts.total(), same_parts.total(), exact.total())
 
 
+def check_products(first: tuple, second: tuple, kind: dict, gate_up: Any, down: Any, exactly: bool = True) -> None:
+    """Both products with these weights in the place of the operands': the kernels against the references, and these
+    against plain weights. exactly: of plain weights in the rows' dtype they have the same bits."""
+    wide = first[0].dtype if exactly else torch.float32
+    narrow, whole = (
+        ((first[0], up, *first[2:]), (out, *second[1:]))
+        for up, out in ((gate_up, down), (gate_up.dequantised(wide), down.dequantised(wide)))
+    )
+    got, same = experts.experts_swiglu(*narrow[0], **kind), reference.experts_swiglu(*narrow[0], **kind)
+    assert_close(got, same, reference.experts_swiglu(*in_fp32(whole[0]), **kind))
+    parts, same_parts = experts.experts_down(same, *narrow[1]), reference.experts_down(same, *narrow[1])
+    assert_close(parts.sums, same_parts.sums, reference.experts_down(same.float(), *in_fp32(whole[1])).sums)
+    if exactly:
+        assert torch.equal(same, reference.experts_swiglu(*whole[0], **kind))
+        assert torch.equal(same_parts.sums, reference.experts_down(same, *whole[1]).sums)
+
+
 def packed(device: str, *shape: int, scales: tuple[int, int] = (118, 124)) -> Mxfp4Weight:
     """Random weights in MXFP4, whose scales are at least the first and below the second."""
     experts, rows, depth = shape
@@ -245,26 +263,15 @@ def packed(device: str, *shape: int, scales: tuple[int, int] = (118, 124)) -> Mx
 )
 def test_products_with_mxfp4(device, rows, width, inner, layout, dtype):
     first, second, kind = block(device, dtype, rows, width=width, inner=inner, **LAYOUTS[layout])
-    gate_up, down = packed(device, 12, 2 * inner, width), packed(device, 12, width, inner)
-    narrow, whole = (
-        ((first[0], up, *first[2:]), (out, *second[1:]))
-        for up, out in ((gate_up, down), (gate_up.dequantised(dtype), down.dequantised(dtype)))
-    )
-    got, same = experts.experts_swiglu(*narrow[0], **kind), reference.experts_swiglu(*narrow[0], **kind)
-    assert torch.equal(same, reference.experts_swiglu(*whole[0], **kind))
-    assert_close(got, same, reference.experts_swiglu(*in_fp32(whole[0]), **kind))
-    parts, same_parts = experts.experts_down(same, *narrow[1]), reference.experts_down(same, *narrow[1])
-    assert torch.equal(same_parts.sums, reference.experts_down(same, *whole[1]).sums)
-    assert_close(parts.sums, same_parts.sums, reference.experts_down(same.float(), *in_fp32(whole[1])).sums)
+    check_products(first, second, kind, packed(device, 12, 2 * inner, width), packed(device, 12, width, inner))
 
 
 def test_every_number_and_scale_of_mxfp4(device):
     """By rows that are units. With the scales that are left out, 6 is not finite."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     blocks = (torch.arange(16) | (torch.arange(15, -1, -1) << 4)).to(torch.uint8).expand(1, 253, 1, 16)
-    weight = Mxfp4Weight(
-        blocks.contiguous().to(device), torch.arange(253, dtype=torch.uint8, device=device)[None, :, None]
-    )
+    scales = torch.arange(253, dtype=torch.uint8, device=device)[None, :, None]
+    weight = Mxfp4Weight(blocks.contiguous().to(device), scales)
     expected = torch.stack([numbers, numbers.flip(0)], 1).flatten() * 2.0 ** (torch.arange(253.0)[:, None] - 127)
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(weight.dequantised(dtype)[0].cpu().float(), expected)
@@ -363,16 +370,7 @@ def test_products_with_four_bits(device, rows, width, inner, group, zeros, kind,
     options = dict(zeros=zeros, dtype=dtype)
     gate_up = in_four_bits(device, 12, 2 * inner, width, group=group, **options)
     down = in_four_bits(device, 12, width, inner, group=min(group, inner), **options)
-    narrow, whole = (
-        ((first[0], up, *first[2:]), (out, *second[1:]))
-        for up, out in ((gate_up, down), (gate_up.dequantised(dtype), down.dequantised(dtype)))
-    )
-    got, same = experts.experts_swiglu(*narrow[0], **kind), reference.experts_swiglu(*narrow[0], **kind)
-    assert torch.equal(same, reference.experts_swiglu(*whole[0], **kind))
-    assert_close(got, same, reference.experts_swiglu(*in_fp32(whole[0]), **kind))
-    parts, same_parts = experts.experts_down(same, *narrow[1]), reference.experts_down(same, *narrow[1])
-    assert torch.equal(same_parts.sums, reference.experts_down(same, *whole[1]).sums)
-    assert_close(parts.sums, same_parts.sums, reference.experts_down(same.float(), *in_fp32(whole[1])).sums)
+    check_products(first, second, kind, gate_up, down)
 
 
 def test_a_weight_in_four_bits_is_a_stack_of_single_ones():
@@ -380,14 +378,11 @@ def test_a_weight_in_four_bits_is_a_stack_of_single_ones():
     for zeros in (False, True):
         stack = in_four_bits("cpu", 3, 16, 192, group=64, zeros=zeros, dtype=torch.bfloat16)
         for dtype in (torch.float32, torch.bfloat16):
-            single = torch.stack(
-                [
-                    FourBitWeight(packed, Packing.ROWS, scale, 64, *zero).dequantised(dtype)
-                    for packed, scale, *zero in zip(*stack.tensors, strict=True)
-                ]
-            )
-            assert torch.equal(stack.dequantised(dtype), single)
-            assert torch.equal(stack.dequantised(dtype, some), single[some])
+            parts = zip(*stack.tensors, strict=True)
+            single = [FourBitWeight(words, Packing.ROWS, scale, 64, *zero) for words, scale, *zero in parts]
+            alone = torch.stack([weight.dequantised(dtype) for weight in single])
+            assert torch.equal(stack.dequantised(dtype), alone)
+            assert torch.equal(stack.dequantised(dtype, some), alone[some])
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
@@ -436,14 +431,7 @@ def in_float8(device: str, *shape: int) -> Float8ExpertWeight:
 def test_products_with_float8(device, rows, inner, kind, dtype):
     first, second, kind = block(device, dtype, rows, width=208, inner=inner, **kind)
     gate_up, down = in_float8(device, 12, 2 * inner, 208), in_float8(device, 12, 208, inner)
-    exact_up, exact_down = gate_up.dequantised(torch.float32), down.dequantised(torch.float32)
-    first, wide = (first[0], gate_up, *first[2:]), in_fp32((first[0], exact_up, *first[2:]))
-    got, same = experts.experts_swiglu(*first, **kind), reference.experts_swiglu(*first, **kind)
-    assert_close(got, same, reference.experts_swiglu(*wide, **kind))
-    parts, same_parts = (module.experts_down(same, down, *second[1:]) for module in (experts, reference))
-    assert_close(
-        parts.sums, same_parts.sums, reference.experts_down(same.float(), exact_down, *in_fp32(second[1:])).sums
-    )
+    check_products(first, second, kind, gate_up, down, exactly=False)
 
 
 def test_a_weight_in_float8_is_a_stack_of_single_ones():
@@ -484,14 +472,10 @@ def test_the_bits_of_a_row_are_its_own(device, dtype, kind):
     x, weight, *others = router(device, dtype, routing, 64, width=width)
     x[40:] = x[7]
     (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=width, inner=32)
-    if kind == "FP8":
-        gate_up, down = in_float8(device, *gate_up.shape), in_float8(device, *down.shape)
-    if kind == "MXFP4":
-        gate_up, down = packed(device, *gate_up.shape), packed(device, *down.shape)
-    if kind == "four bits":
-        gate_up, down = (
-            in_four_bits(device, *part.shape, group=32, zeros=True, dtype=dtype) for part in (gate_up, down)
-        )
+    narrow = partial(in_four_bits, group=32, zeros=True, dtype=dtype)
+    make = {"FP8": in_float8, "MXFP4": packed, "four bits": narrow}.get(kind)
+    if make is not None:
+        gate_up, down = (make(device, *part.shape) for part in (gate_up, down))
 
     def computed(rows: Tensor) -> tuple[Tensor, ...]:
         routes = experts.route(rows, weight, *others)

@@ -25,6 +25,7 @@ from eagle_triton.export.export_head import ENGINES
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.models.loading import read_target_embedding
 from tests.checkpoints import config_of
+from tests.failing import check_refused
 from tests.tiny import tiny_model
 
 NO_TREE: dict = dict(total_token=None, depth=None, top_k=None)
@@ -345,21 +346,20 @@ def test_arguments_are_refused_before_anything_is_written(to, options, error, me
 
 def test_what_is_no_head_or_has_no_target_is_refused(saved, tmp_path):
     pair, out = saved(), tmp_path / "out"
-    with pytest.raises(ValueError, match="target: needed"):
-        export_head(str(pair / "eagle3"), "vllm", out)
-    with pytest.raises(ValueError, match="target: needed"):
-        export_head(tiny().ea_layer, "vllm", out)
-    with pytest.raises(ValueError, match="target: must be given, as a directory or hub id"):
-        export_head(tiny(), "vllm", out)
     with pytest.raises(TypeError, match="head must be an EaModel"):
         export_head(3, "vllm", out)
-    with pytest.raises(ValueError, match="is not a draft head: it has no fc.weight"):
-        export_head(str(demo_directory("draft")), "vllm", out, "demo")
-    for name in ("demo-draft", "demo-gdn"):
-        with pytest.raises(ValueError, match=f"'{name}' is not a draft head"):
-            export_head(name, "vllm", out, "demo")
-    with pytest.raises(ValueError, match="vocabulary"):
-        export_head(str(pair / "eagle3"), "vllm", out, "demo")
+    check_refused(
+        ("target: needed", lambda: export_head(str(pair / "eagle3"), "vllm", out)),
+        ("target: needed", lambda: export_head(tiny().ea_layer, "vllm", out)),
+        ("target: must be given, as a directory or hub id", lambda: export_head(tiny(), "vllm", out)),
+        (
+            "is not a draft head: it has no fc.weight",
+            lambda: export_head(str(demo_directory("draft")), "vllm", out, "demo"),
+        ),
+        ("'demo-draft' is not a draft head", lambda: export_head("demo-draft", "vllm", out, "demo")),
+        ("'demo-gdn' is not a draft head", lambda: export_head("demo-gdn", "vllm", out, "demo")),
+        ("vocabulary", lambda: export_head(str(pair / "eagle3"), "vllm", out, "demo")),
+    )
     assert not out.exists()
 
 
@@ -458,26 +458,24 @@ def test_drafts_are_the_same(to, eagle3, saved, tmp_path):
     assert (found.prompts, found.equal, found.same) == (3, 3, True)
 
 
+def export_changed(pair, out, name, change):
+    """Export a head, and change one of its tensors there."""
+    export_head(str(pair), "vllm", out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors[name])
+    save_file(tensors, out / "model.safetensors")
+
+
 def test_a_changed_bit_is_found(saved, tmp_path):
-    pair = saved()
-    export_head(str(pair), "vllm", tmp_path / "out")
-    file = tmp_path / "out" / "model.safetensors"
-    tensors = load_file(file)
-    tensors["norm.weight"][3] += 1e-3
-    save_file(tensors, file)
+    export_changed(saved(), tmp_path / "out", "norm.weight", lambda weight: weight[3].add_(1e-3))
     with pytest.raises(ValueError, match="export: norm.weight has changed"):
-        compare_drafts(str(pair), tmp_path / "out", prompts=1)
+        compare_drafts(str(saved()), tmp_path / "out", prompts=1)
 
 
 def test_other_drafts_are_counted(saved, tmp_path, monkeypatch):
-    pair = saved()
-    export_head(str(pair), "vllm", tmp_path / "out")
-    file = tmp_path / "out" / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0).contiguous()
-    save_file(tensors, file)
+    export_changed(saved(), tmp_path / "out", "lm_head.weight", lambda weight: weight.copy_(weight.flip(0)))
     monkeypatch.setattr("eagle_triton.export.comparison._check_bits", lambda *heads: None)
-    assert not compare_drafts(str(pair), tmp_path / "out", prompts=2).same
+    assert not compare_drafts(str(saved()), tmp_path / "out", prompts=2).same
 
 
 # --- the program ---

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -42,6 +43,7 @@ from eagle_triton.runtime import float8_weight
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised, rows_of
 from eagle_triton.serve import main as serve
 from eagle_triton.speculative_decoding import autoregressive_generate, release_engine
+from tests.failing import check_refused
 from tests.float8_models import (
     LAYOUTS,
     FP8Linear,
@@ -108,16 +110,13 @@ def test_eagle_inference_reads_fp8_targets_and_says_so() -> None:
 def test_nothing_is_copied() -> None:
     model, _ = with_fp8(tiny_target())
     engine = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine
-    for projection, path in _projections(engine.view.layers[1].mlp, ("gate", "up", "down")):
-        module = model.get_submodule(f"model.layers.1.mlp.{path}_proj")
+    for name in ("gate", "up", "down"):
+        projection = getattr(engine.view.layers[1].mlp, name)
+        module = model.get_submodule(f"model.layers.1.mlp.{name}_proj")
         assert projection.weight.values.data_ptr() == module.weight.data_ptr()
         assert projection.weight.scale.data_ptr() == module.weight_scale_inv.data_ptr()
     plain = sum(p.nbytes for name, p in model.named_parameters() if "embed" not in name)
     assert engine.view.weight_bytes == plain
-
-
-def _projections(mlp: Any, names: tuple[str, ...]) -> list[tuple[Projection, str]]:
-    return [(getattr(mlp, name), name) for name in names]
 
 
 # --- what happens to such a module afterwards ---
@@ -203,9 +202,8 @@ def test_matrices_of_latent_attention_are_dequantised():
     originals = check_same_tokens(model, dequantised, torch.arange(2, 22)[None], 8)
     size = 4 * 4 * (16 + 20) * 32 * 4 / 2**20
     assert note_of(originals, "latent_attention").startswith(f"4 kv_b_proj are dequantised, {size:,.1f} MiB")
-    with pytest.raises(
-        UnsupportedModelError, match='kv_b_proj is called as a module.*leave activations="as published"'
-    ):
+    message = 'kv_b_proj is called as a module.*leave activations="as published"'
+    with pytest.raises(UnsupportedModelError, match=message):
         optimize_with_triton(model, activations="as published")
 
 
@@ -268,14 +266,9 @@ def test_a_class_with_a_forward_of_its_own_is_called_and_the_report_counts_it() 
 
 @pytest.mark.parametrize("activations", ["fp8", None, True])
 def test_activations_must_be_known(activations: Any) -> None:
-    message = "activations must be 'exact' or 'as published'"
-    for call in (
-        lambda: EAGLEConfig(activations=activations),
-        lambda: optimize_with_triton(None, activations=activations),
-        lambda: optimize_eagle_with_triton(None, activations=activations),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    for make in (EAGLEConfig, partial(optimize_with_triton, None), partial(optimize_eagle_with_triton, None)):
+        with pytest.raises(ValueError, match="activations must be 'exact' or 'as published'"):
+            make(activations=activations)
 
 
 def test_as_published_of_a_model_without_fp8_is_refused() -> None:
@@ -333,6 +326,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         replacing("weight", lambda w: w.t().contiguous().t()),
         rf"{UP}.weight must be float8_e4m3fn \[out, in\], rows contiguous",
     ),
+    "device": (replacing("weight_scale_inv", lambda s: s.to("meta")), "must lie on one device, got cpu, meta"),
 }
 
 
@@ -344,13 +338,6 @@ def test_what_does_not_fit_is_refused_by_its_path(change: Callable[[Any], None],
     with pytest.raises(UnsupportedModelError, match=message):
         optimize_with_triton(model)
     assert "generate" not in vars(model) and before == {name: id(module) for name, module in model.named_modules()}
-
-
-def test_a_scale_on_another_device_is_refused() -> None:
-    model, _ = with_fp8(tiny_target())
-    replacing("weight_scale_inv", lambda s: s.to("meta"))(model.model.layers[1].mlp.up_proj)
-    with pytest.raises(UnsupportedModelError, match="must lie on one device, got cpu, meta"):
-        optimize_with_triton(model)
 
 
 def test_a_bias_of_another_dtype_is_refused() -> None:
@@ -419,10 +406,6 @@ def test_with_projections_changes_each_and_keeps_what_is_the_same() -> None:
 # --- a draft in eight bits ---
 
 
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 @pytest.mark.parametrize(("eagle3", "suffix_drafts"), [(True, 5), (False, 0)], ids=["eagle3-5", "eagle1-0"])
 def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, engines: list[Engine]) -> None:
     model, prompt = tiny_model(eagle3=eagle3, **SMALL), random_prompt(11)
@@ -437,13 +420,13 @@ def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, e
     ours = [tensor for projection in projections for tensor in projection.weight.tensors]
     loaded = {parameter.data_ptr() for parameter in model.parameters()}
     assert not loaded & {tensor.data_ptr() for tensor in ours}
-    note = note_of(originals, "draft_dtype")
-    size = f"{_bytes(ours) / 2**20:.1f} MiB"
-    assert note == f"fp8: 9 projections of the draft are copies in eight bits, {size}"
+    size = f"{sum(tensor.nbytes for tensor in ours) / 2**20:.1f} MiB"
+    said = f"fp8: 9 projections of the draft are copies in eight bits, {size}"
+    assert note_of(originals, "draft_dtype") == said
     assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), expected)
     lengths = engine.accept_lengths
-    note = note_of(originals, "draft_dtype")
-    assert note.endswith(f"{size}; tau {1 + sum(lengths) / len(lengths):.2f} over {len(lengths)} steps")
+    tau = f"; tau {1 + sum(lengths) / len(lengths):.2f} over {len(lengths)} steps"
+    assert note_of(originals, "draft_dtype") == said + tau
 
     kept = [weakref.ref(tensor) for tensor in ours]
     del head, projections, ours
@@ -765,15 +748,13 @@ def test_what_is_no_weight_of_eight_bits_is_refused(values: Any, scale: Any, mes
 
 
 def test_products_refuse_what_does_not_fit() -> None:
-    weight = quantised(torch.randn(20, 30))
-    with pytest.raises(ValueError, match=r"linear: weight 0 must be \[20, 31\] on .*, got float8_e4m3fn \[20, 30\]"):
-        linear.linear(torch.randn(2, 31), weight)
-    with pytest.raises(ValueError, match=r"linear: bias 0 must be float32 \[20\]"):
-        linear.linear(torch.randn(2, 30), weight, torch.randn(21))
-    with pytest.raises(ValueError, match=r"linear_swiglu: weight 1 must be \[20, 30\]"):
-        linear.linear_swiglu(torch.randn(2, 30), weight, quantised(torch.randn(21, 30)))
-    with pytest.raises(ValueError, match=r"weight 0 must be \[20, 30\] on meta, got .* on cpu"):
-        linear.linear(torch.randn(2, 30, device="meta"), weight)
+    weight, other, x = quantised(torch.randn(20, 30)), quantised(torch.randn(21, 30)), torch.randn(2, 31)
+    check_refused(
+        (r"linear: weight 0 must be \[20, 31\] on .*, got .*_e4m3fn \[20, 30\]", lambda: linear.linear(x, weight)),
+        (r"linear: bias 0 must be float32 \[20\]", lambda: linear.linear(x[:, 1:], weight, torch.randn(21))),
+        (r"linear_swiglu: weight 1 must be \[20, 30\]", lambda: linear.linear_swiglu(x[:, 1:], weight, other)),
+        (r"weight 0 must be .* on meta, got .* on cpu", lambda: linear.linear(x[:, 1:].to("meta"), weight)),
+    )
 
 
 @pytest.mark.parametrize("only", [("_proj",), ("q_proj", "up_proj", "down_proj")], ids=["all", "some"])

@@ -200,18 +200,10 @@ def experts_of(model: Any) -> list[Any]:
     return [module for path, module in model.named_modules() if path.endswith(".experts")]
 
 
-@pytest.mark.packages
-@pytest.mark.parametrize(
-    ("family", "group", "zeros"),
-    [("qwen3_moe", 32, False), ("mixtral", 64, True), ("glm4_moe", None, True), ("olmo2", 32, True)],
-)
-def test_checkpoints_stay_in_four_bits(family: str, group: int | None, zeros: bool, tmp_path: Path) -> None:
-    """Also with zeros, which transformers itself does not load, and in dense layers."""
-    pytest.importorskip("compressed_tensors")
-    exact = written(tmp_path, family, group, zeros)
-    model, expected = load_target(str(tmp_path)), plain_tokens(exact, PROMPT, 12)
-    everywhere = zip(experts_of(model), experts_of(exact), strict=True)
-    for stored, plain in everywhere:
+def check_in_four_bits(model: Any, exact: Any, family: str) -> None:
+    """Its experts are those of the exact model, and so are its tokens, by the engine and by its own forward."""
+    expected = plain_tokens(exact, PROMPT, 12)
+    for stored, plain in zip(experts_of(model), experts_of(exact), strict=True):
         for name in NAMES:
             assert getattr(stored, f"{name}_packed").dtype == torch.int32
             wide = stored.dequantised(name, torch.arange(plain.num_experts), torch.float32)
@@ -222,6 +214,19 @@ def test_checkpoints_stay_in_four_bits(family: str, group: int | None, zeros: bo
         assert "four_bits" in notes and ("experts_in_four_bits" in notes) == (family != "olmo2")
         assert "called as" not in str(originals)
     assert torch.equal(plain_tokens(model, PROMPT, 12), expected)  # its own forward decompresses what is dense
+
+
+@pytest.mark.packages
+@pytest.mark.parametrize(
+    ("family", "group", "zeros"),
+    [("qwen3_moe", 32, False), ("mixtral", 64, True), ("glm4_moe", None, True), ("olmo2", 32, True)],
+)
+def test_checkpoints_stay_in_four_bits(family: str, group: int | None, zeros: bool, tmp_path: Path) -> None:
+    """Also with zeros, which transformers itself does not load, and in dense layers."""
+    pytest.importorskip("compressed_tensors")
+    exact = written(tmp_path, family, group, zeros)
+    model = load_target(str(tmp_path))
+    check_in_four_bits(model, exact, family)
     assert all(isinstance(stored, FourBitExperts) for stored in experts_of(model))
 
 

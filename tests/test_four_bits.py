@@ -23,6 +23,7 @@ from eagle_triton import (
     optimize_eagle_with_triton,
     optimize_with_triton,
 )
+from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.reading import quantised
 from eagle_triton.families.reading.four_bits import read_four_bits
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
@@ -40,7 +41,7 @@ from tests.four_bit_models import (
     marlin,
     tiny_target,
 )
-from tests.tiny import random_prompt
+from tests.tiny import SIZES, random_matrices, random_prompt
 from tests.tiny_families import tiny_family
 
 UP = r"model\.model\.layers\.1\.mlp\.up_proj"
@@ -48,14 +49,11 @@ UP = r"model\.model\.layers\.1\.mlp\.up_proj"
 
 def with_head(base: Any) -> EaModel:
     torch.manual_seed(1)
-    sizes = dict(hidden_size=128, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    config = DraftConfig(**sizes, vocab_size=32, draft_vocab_size=32, feature_layers=(1, 2, 2))
+    sizes = SIZES | dict(hidden_size=128, head_dim=16, vocab_size=32, draft_vocab_size=32)
+    config = DraftConfig(**sizes, feature_layers=(1, 2, 2))
     every_token = [[rank] for rank in range(32)]  # so each step accepts a draft, whatever rounding makes of the text
     head = Eagle3Head(config, tree_choices=[*every_token, [0, 0], [0, 1], [0, 0, 0]])
-    for parameter in head.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.1)
-    return EaModel(base, head).eval()
+    return EaModel(base, random_matrices(head, 0.1)).eval()
 
 
 def addresses(model: nn.Module) -> dict[str, int]:
@@ -131,20 +129,16 @@ def test_nothing_is_copied_and_the_report_says_what_is_read() -> None:
     )
 
 
-def _clone(holder: Any, name: str) -> None:
-    setattr(holder, name, copy.deepcopy(getattr(holder, name)))
+def _clone(module: Any, name: str) -> None:
+    setattr(module, name, copy.deepcopy(getattr(module, name)))
 
 
 @pytest.mark.parametrize(
     ("layout", "name", "change"),
     [
         (bitsandbytes, "weight", lambda module: setattr(module.weight.quant_state, "absmax", torch.ones(192 * 2))),
-        (by_columns, "scales", lambda module: setattr(module, "scales", module.scales.clone())),
-        (
-            compressed,
-            "weight_scale",
-            lambda module: setattr(module, "weight_scale", copy.deepcopy(module.weight_scale)),
-        ),
+        (by_columns, "scales", lambda module: _clone(module, "scales")),
+        (compressed, "weight_scale", lambda module: _clone(module, "weight_scale")),
     ],
     ids=["bitsandbytes", "GPTQ", "compressed-tensors"],
 )
@@ -224,8 +218,8 @@ def test_an_assistant_of_four_bits_is_read_too() -> None:
 
 
 def test_a_vocabulary_projection_keeps_what_its_logits_are_divided_by() -> None:
-    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
-    config = GraniteConfig(**sizes, vocab_size=32, num_hidden_layers=1, logits_scaling=4.0, tie_word_embeddings=False)
+    own = dict(vocab_size=32, num_hidden_layers=1, logits_scaling=4.0, tie_word_embeddings=False)
+    config = GraniteConfig(**SIZES | dict(intermediate_size=64) | own)
     model, _ = with_fp8(GraniteForCausalLM(config).eval(), by_columns, ("lm_head",))
     head = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine.view.head
     assert isinstance(head.weight, FourBitWeight) and head.divisor == 4.0
@@ -289,9 +283,8 @@ def test_matrices_of_latent_attention_are_dequantised(module: Any) -> None:
     with optimize_with_triton(model), torch.no_grad():
         for stored in changed.parameters():
             stored.copy_(stored.clone())
-        with pytest.raises(
-            RuntimeError, match=r"layers.1.self_attn.kv_b_proj.\w+ was changed in place, but the engine"
-        ):
+        message = r"layers.1.self_attn.kv_b_proj.\w+ was changed in place, but the engine"
+        with pytest.raises(RuntimeError, match=message):
             model.generate(prompt, max_new_tokens=2)
 
 
@@ -330,14 +323,11 @@ def test_a_forward_of_its_own_is_called() -> None:
 
 
 def test_ranks_do_not_share_them() -> None:
-    from eagle_triton.families.causal_lm import read_causal_lm
-    from eagle_triton.families.reading.quantised import with_quantised
-
     model, _ = with_fp8(tiny_target(), marlin)
     view = copy.copy(read_causal_lm(model))
     object.__setattr__(view, "ranks", object())
     with pytest.raises(UnsupportedModelError, match=r"q_proj has weights of four bits, which ranks cannot share"):
-        with_quantised(view, None, {"model": model})
+        quantised.with_quantised(view, None, {"model": model})
 
 
 def test_states_of_compressed_tensors_that_are_refused() -> None:

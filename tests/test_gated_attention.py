@@ -20,7 +20,7 @@ from eagle_triton.families import causal_lm
 from eagle_triton.families.attention_forward import HARMLESS, TargetAttention, transformers_forward
 from eagle_triton.models.target import TargetCache, cache_argument
 from eagle_triton.operands.ancestors import pack_ancestors
-from tests.tiny import random_prompt
+from tests.tiny import ENDLESS, SIZES, random_prompt
 
 qwen3_5 = pytest.importorskip("transformers.models.qwen3_5")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,18 +34,13 @@ def tiny_qwen3_5(layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
     config = qwen3_5.Qwen3_5TextConfig(
         vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
+        **SIZES,
+        **ENDLESS,
         num_hidden_layers=layers,
         layer_types=["full_attention"] * layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
         attn_implementation="eager",
     )
     model = qwen3_5.Qwen3_5ForCausalLM(config).eval()

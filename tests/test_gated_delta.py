@@ -20,6 +20,7 @@ from eagle_triton.ops import gated_delta as kernels
 from eagle_triton.ops.gated_delta import chunk
 from eagle_triton.ops.gated_delta import tree as tree_kernels
 from eagle_triton.reference import gated_delta as reference
+from tests.failing import check_refused
 from tests.rounding import CUDA, DTYPES, assert_close
 
 BOTH = pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
@@ -654,15 +655,18 @@ def test_pieces_of_prompts_give_what_each_prompt_gives_alone(device, module, row
 def test_pieces_of_prompts_must_fit(device, module):
     operands = delta_operands(20, heads=1, device=device)
     column = torch.zeros(len(operands["mixed"]), dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"pieces.counts must be int32 \[2\]"):
-        module.delta_chunk(**operands, pieces=PromptPieces(column, column, column[:1]))
-    with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
-        module.delta_chunk(**delta_operands(65, heads=1, device=device), pieces=PromptPieces(*[column] * 3))
-    with pytest.raises(ValueError, match="at least a window's 3 tokens, got 2"):
-        module.causal_conv(**conv_operands(torch.float32, 2, 4, device), pieces=PromptPieces(*[column] * 3))
-    conv = conv_operands(torch.float32, 9, 4, device)
-    with pytest.raises(ValueError, match="pieces of prompts cannot have ancestors, raw or out"):
-        module.causal_conv(**conv, out=torch.zeros(1, device=device), pieces=PromptPieces(*[column] * 3))
+    pieces, short = PromptPieces(*[column] * 3), PromptPieces(column, column, column[:1])
+    long, few, conv = (
+        delta_operands(65, heads=1, device=device),
+        *(conv_operands(count=n, device=device) for n in (2, 9)),
+    )
+    out = torch.zeros(1, device=device)
+    check_refused(
+        (r"pieces.counts must be int32 \[2\]", lambda: module.delta_chunk(**operands, pieces=short)),
+        ("at most 64 tokens, got 65", lambda: module.delta_chunk(**long, pieces=pieces)),
+        ("at least a window's 3 tokens, got 2", lambda: module.causal_conv(**few, pieces=pieces)),
+        ("cannot have ancestors, raw or out", lambda: module.causal_conv(**conv, out=out, pieces=pieces)),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # whose inverse is 0
@@ -729,31 +733,23 @@ def test_a_sequence_depends_on_no_other(device, name):
         assert torch.equal(*both)
 
 
-class Strided(NamedTuple):
-    """An operand in a layout that kernels do not read."""
-
-    name: str
-    argument: str
-
-
 @pytest.mark.parametrize(
-    "operand",
+    ("name", "argument"),
     [
-        *(Strided("causal_conv", argument) for argument in ("q", "k", "v", "window")),
-        *(Strided("delta_tree", argument) for argument in ("mixed", "state", "gates", "A_log")),
-        *(Strided(name, argument) for name in ("delta_chunk", "delta_recurrent") for argument in ("mixed", "state")),
-        *(Strided("gated_norm", argument) for argument in ("x", "z", "weight")),
-        *(Strided("commit_states", argument) for argument in ("states", "windows", "raw", "mixed", "gates", "path")),
+        *(("causal_conv", argument) for argument in ("q", "k", "v", "window")),
+        *(("delta_tree", argument) for argument in ("mixed", "state", "gates", "A_log")),
+        *((name, argument) for name in ("delta_chunk", "delta_recurrent") for argument in ("mixed", "state")),
+        *(("gated_norm", argument) for argument in ("x", "z", "weight")),
+        *(("commit_states", argument) for argument in ("states", "windows", "raw", "mixed", "gates", "path")),
     ],
-    ids="-".join,
 )
-def test_rows_with_gaps_are_refused(device, operand):
-    operands = OPERANDS[operand.name](device=device)
-    value = operands[operand.argument]
-    operands[operand.argument] = torch.stack((value, value), dim=-1)[..., 0]
+def test_rows_with_gaps_are_refused(device, name, argument):
+    operands = OPERANDS[name](device=device)
+    value = operands[argument]
+    operands[argument] = torch.stack((value, value), dim=-1)[..., 0]
     before = copied(operands)
-    with pytest.raises(ValueError, match=f"{operand.name}: {operand.argument} must"):
-        getattr(kernels, operand.name)(**operands)
+    with pytest.raises(ValueError, match=f"{name}: {argument} must"):
+        getattr(kernels, name)(**operands)
     for key, value in before.items():
         assert not isinstance(value, Tensor) or torch.equal(operands[key].nan_to_num(), value.nan_to_num())
 
@@ -903,14 +899,12 @@ def test_commit_windows(device, dtype):
 def test_wrong_arguments_of_gated_conv_are_named(module):
     x, weight, window = gated_operands(1, 4, 8, 3, torch.float32, "cpu")
     path, accepted = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    for call, message in (
-        (lambda: module.gated_conv(x[..., :16], weight, window), "x must have three times the 8 channels"),
-        (lambda: module.gated_conv(x, weight, window[:, :1]), "window must be"),
-        (lambda: module.gated_conv(x, weight.double(), window), "weight must be"),
-        (lambda: module.commit_windows(window[None], x[None], path, accepted), "windows must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    check_refused(
+        ("x must have three times the 8 channels", lambda: module.gated_conv(x[..., :16], weight, window)),
+        ("window must be", lambda: module.gated_conv(x, weight, window[:, :1])),
+        ("weight must be", lambda: module.gated_conv(x, weight.double(), window)),
+        ("windows must be", lambda: module.commit_windows(window[None], x[None], path, accepted)),
+    )
 
 
 @pytest.mark.slow

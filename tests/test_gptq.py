@@ -22,7 +22,7 @@ from tests.checkpoints import edited
 from tests.float8_models import plain_tokens
 from tests.four_bit_models import rounded
 from tests.stored_experts import PROMPT
-from tests.test_four_bit_experts import experts_of, plain_model, written
+from tests.test_four_bit_experts import check_in_four_bits, plain_model, written
 from tests.tiny_families import tiny_seeing_family
 
 pytest.importorskip("transformers", minversion="5.24", reason="this loads words of experts as they are")
@@ -79,17 +79,8 @@ def test_tokens_are_those_of_the_dequantised_model(
 ) -> None:
     pytest.importorskip("compressed_tensors")
     exact = checkpoint(tmp_path, family, layout, group, zeros)
-    model, expected = load_target(str(tmp_path), engine=True), plain_tokens(exact, PROMPT, 12)
-    for stored, plain in zip(experts_of(model), experts_of(exact), strict=True):
-        for name in ("gate_up_proj", "down_proj"):
-            wide = stored.dequantised(name, torch.arange(plain.num_experts), torch.float32)
-            assert torch.equal(wide, getattr(plain, name))
-    with optimize_with_triton(model, "ngram") as (optimised, originals):
-        assert torch.equal(optimised.generate(PROMPT, max_new_tokens=12, do_sample=False), expected)
-        notes = {entry.path for entry in originals.report()}
-        assert "four_bits" in notes and ("experts_in_four_bits" in notes) == (family != "olmo2")
-        assert "called as" not in str(originals)
-    assert torch.equal(plain_tokens(model, PROMPT, 12), expected)
+    model = load_target(str(tmp_path), engine=True)
+    check_in_four_bits(model, exact, family)
     with pytest.raises(ValueError, match="are not written again: use the checkpoint"):
         model.save_pretrained(tmp_path / "saved")
 

@@ -13,12 +13,16 @@ from torch import Tensor
 from eagle_triton.operands.layers import ACTIVATIONS, HEAD_GATES
 from eagle_triton.ops import layers as kernels
 from eagle_triton.ops.draft_inputs import draft_inputs
+from eagle_triton.ops.layers import norms
 from eagle_triton.reference import layers as reference
+from eagle_triton.runtime.row_formats import Float8Pair, RowFormat, WordOrdered
 from eagle_triton.runtime.split_sums import SplitSums
+from tests.failing import check_refused
 from tests.paging import in_pages, out_of_pages
 from tests.rounding import CUDA, DTYPES, assert_close
 
 LARGE = [(60, 4096), (65, 3584)] if CUDA else []
+BOTH = pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
 
 
 def randn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -42,7 +46,7 @@ def test_rms_norm(device, shape, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"round_first": False}, {"zero_centred": True}], ids=str)
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 @pytest.mark.parametrize("splits", [0, 3])
 def test_a_sum_may_be_of_a_norm(device, module, splits, options):
     """To the bits of a norm of its own before."""
@@ -60,7 +64,7 @@ def test_a_sum_may_be_of_a_norm(device, module, splits, options):
 
 
 @pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 3, 200), (4, 1, 64), (0, 3, 64)])
 def test_rows_may_have_weights_in_turn(device, module, shape, zero_centred):
     """To the bits of norms of their own; rows that stand within wider ones, too."""
@@ -162,7 +166,7 @@ def test_embed_rms_norm_is_the_norm_of_looked_up_rows(device, shape, dtype, opti
         assert torch.equal(module.embed_rms_norm(tokens - 100, embedding, weight, 1e-5)[1], embedding[tokens * 0])
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_a_sum_is_written_where_it_is_wanted(device, module):
     """A part of each row of a wider tensor, which stays as it is elsewhere."""
     x, residual, weight, embedding = (
@@ -259,6 +263,13 @@ def rotary_operands(device, dtype, batch, count, heads, kv_heads, dim, capacity=
     return q, k, v, cache, first_row, depths, inv_freq
 
 
+def appended(cache: Tensor, first_row: Tensor, count: int = 3) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, count, Hkv, d] from each sequence's first row on."""
+    rows = [cache[:, batch, :, first : first + count] for batch, first in enumerate(first_row.tolist())]
+    keys, values = torch.stack(rows, 1).transpose(2, 3)
+    return keys, values
+
+
 def check_rotary(operands: tuple, **options) -> None:
     q, k, v, cache, *rest = operands
     caches = [cache.clone(), cache.clone(), cache.float()]
@@ -310,20 +321,21 @@ def test_16_bits_are_rounded_where_the_models_round(device, dtype):
         assert (ours != theirs).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_head_dims(device, dim, dtype):
-    check_rotary(rotary_operands(device, dtype, 2, 3, 4, 2, dim))
+HALF, FLOAT = torch.float16, torch.float32
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (7, 1), (14, 2)])
-def test_groups(device, heads, kv_heads):
-    check_rotary(rotary_operands(device, torch.float32, 1, 3, heads, kv_heads, 64))
-
-
-@pytest.mark.parametrize("count", [1, 7, 26] + ([60, 64, 65] if CUDA else []))
-def test_nodes_and_ragged_batches(device, count):
-    check_rotary(rotary_operands(device, torch.float16, 4 if count < 26 else 1, count, 4, 2, 64))
+@pytest.mark.parametrize(
+    ("dtype", "batch", "count", "heads", "kv_heads", "dim"),
+    [
+        *((dtype, 2, 3, 4, 2, dim) for dtype in DTYPES for dim in (64, 80, 96, 128, 256)),
+        *((FLOAT, 1, 3, heads, kv_heads, 64) for heads, kv_heads in ((2, 2), (4, 1), (7, 1), (14, 2))),
+        *((HALF, 4 if count < 26 else 1, count, 4, 2, 64) for count in [1, 7, 26] + ([60, 64, 65] if CUDA else [])),
+    ],
+    ids=str,
+)
+def test_sizes(device, dtype, batch, count, heads, kv_heads, dim):
+    """Head dims, groups, and nodes of ragged batches."""
+    check_rotary(rotary_operands(device, dtype, batch, count, heads, kv_heads, dim))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -353,7 +365,7 @@ def test_values_may_be_normed(device, dim, turned, dtype):
     check_rotary((q, k, k, *rest, inv_freq[: turned // 2]), **norms, eps=1e-6, round_first=False)
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_without_keys_only_queries_turn(device, module):
     q, k, v, cache, *rest = rotary_operands(device, torch.float16, 2, 3, 4, 2, 80)
     norm = dict(q_norm=randn(device, q.dtype, 80), eps=1e-6)
@@ -401,7 +413,7 @@ def test_partial_sums_of_a_part_that_rotates(device, variant, normed):
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS)[1:])
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_each_variant_changes_something(device, module, variant):
     q, k, v, cache, *rest = rotary_operands(device, torch.float16, 2, 3, 4, 2, 64)
     norms = dict(q_norm=randn(device, q.dtype, 64), k_norm=randn(device, q.dtype, 64), eps=1e-6)
@@ -423,7 +435,7 @@ def turned_by_hand(x: Tensor, angle: Tensor, pairs: bool) -> Tensor:
 @pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("turned", [80, 46, 0])
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_norms_may_come_after_the_rotation(device, module, turned, splits, pairs):
     """In fp64, by complex numbers. Values stay as they are, and no other row of the cache is written."""
     *_, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float32, 2, 3, 4, 2, 80)
@@ -441,11 +453,9 @@ def test_norms_may_come_after_the_rotation(device, module, turned, splits, pairs
         x = turned_by_hand(heads.unflatten(-1, (-1, 80)), angle, pairs)
         expected.append((x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight).float())
     torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-4)
-    values = sums[..., 480:].sum(0).unflatten(-1, (-1, 80))
-    for batch, first in enumerate(first_row.tolist()):
-        rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
-        torch.testing.assert_close(rows[0], expected[1][batch], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(rows[1], values[batch])
+    keys, values = appended(cache, first_row)
+    torch.testing.assert_close(keys, expected[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values, sums[..., 480:].sum(0).unflatten(-1, (-1, 80)))
     assert int(cache.isnan().any(-1).sum()) == cache[..., 0].numel() - 2 * 2 * 2 * 3
 
 
@@ -465,24 +475,20 @@ def test_the_reference_has_the_bits_of_hunyuans_heads(dtype):
     rest = (first_row, depths, inv_freq)
     out = reference.rotary_append(q, k, v, cache, *rest, **weights, eps=1e-6, norm_last=True)
     assert torch.equal(out, want_q.transpose(1, 2))
-    for batch, first in enumerate(first_row.tolist()):
-        assert torch.equal(cache[0, batch, :, first : first + 3], want_k[batch])
+    assert torch.equal(appended(cache, first_row)[0], want_k.transpose(1, 2))
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_without_frequencies_nothing_turns_and_all_is_appended(device, module):
     q, k, v, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float16, 2, 3, 4, 2, 64)
     norms = dict(q_norm=randn(device, q.dtype, 64), k_norm=randn(device, q.dtype, 64), eps=1e-6)
     for options in ({}, norms):
         out = module.rotary_append(q, k, v, cache, first_row, depths, inv_freq[:0], **options)
-        by_norms = [
-            module.rms_norm(x, options[name], 1e-6) if options else x for x, name in ((q, "q_norm"), (k, "k_norm"))
-        ]
-        torch.testing.assert_close(out, by_norms[0], rtol=2e-3, atol=0)
-        for batch, first in enumerate(first_row.tolist()):
-            rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
-            torch.testing.assert_close(rows[0], by_norms[1][batch], rtol=2e-3, atol=0)
-            assert torch.equal(rows[1], v[batch])
+        keys, values = appended(cache, first_row)
+        for found, x, name in ((out, q, "q_norm"), (keys, k, "k_norm")):
+            want = module.rms_norm(x, options[name], 1e-6) if options else x
+            torch.testing.assert_close(found, want, rtol=2e-3, atol=0)
+        assert torch.equal(values, v)
     assert int(cache.isnan().any(-1).sum()) == cache[..., 0].numel() - 2 * 2 * 2 * 3
 
 
@@ -505,10 +511,8 @@ def test_the_reference_has_the_bits_of_gemma_4s_heads(dtype):
             home.apply_rotary_pos_emb(norm(x), *tables, 2) for norm, x in zip(norms, (q, k), strict=False)
         )
         want_v = norms[2](k)
-    assert torch.equal(out, want_q)
-    for batch, first in enumerate(first_row.tolist()):
-        rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
-        assert torch.equal(rows[0], want_k[batch]) and torch.equal(rows[1], want_v[batch])
+    keys, values = appended(cache, first_row)
+    assert torch.equal(out, want_q) and torch.equal(keys, want_k) and torch.equal(values, want_v)
 
 
 HF_ROTARY = {
@@ -535,11 +539,10 @@ def test_the_reference_turns_with_the_bits_of_hugging_face_models(family, dtype)
     rest = (first_row, depths, inv_freq)
     out = reference.rotary_append(q, k, v, cache, *rest, attention_scaling=1.25, **options)
     assert torch.equal(out, turned_q.transpose(1, 2))
-    for batch, first in enumerate(first_row.tolist()):
-        assert torch.equal(cache[0, batch, :, first : first + 3], turned_k[batch])
+    assert torch.equal(appended(cache, first_row)[0], turned_k.transpose(1, 2))
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_the_rest_of_a_head_passes_and_its_part_rotates_as_a_head_of_that_size(device, module):
     q, k, v, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float16, 2, 3, 4, 2, 80)
     inv_freq, small = inv_freq[:12], cache[..., :24].contiguous()
@@ -547,9 +550,8 @@ def test_the_rest_of_a_head_passes_and_its_part_rotates_as_a_head_of_that_size(d
     part = module.rotary_append(q[..., :24], k[..., :24], v[..., :24], small, first_row, depths, inv_freq)
     assert torch.equal(out[..., :24], part) and torch.equal(out[..., 24:], q[..., 24:])
     assert torch.equal(cache[..., :24].nan_to_num(), small.nan_to_num())
-    for batch, first in enumerate(first_row.tolist()):
-        rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
-        assert torch.equal(rows[0, ..., 24:], k[batch, ..., 24:]) and torch.equal(rows[1], v[batch])
+    keys, values = appended(cache, first_row)
+    assert torch.equal(keys[..., 24:], k[..., 24:]) and torch.equal(values, v)
 
 
 def test_other_strides(device):
@@ -597,7 +599,7 @@ def test_rows_beyond_the_capacity_are_not_written(device, turned):
 
 
 @pytest.mark.parametrize("page_rows", [8, 32], ids="{} rows a page".format)
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_rows_are_appended_by_a_table_of_pages(device, page_rows, module):
     """32 rows: a page for each sequence; the last rows of the second do not fit."""
     q, k, v, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float32, 3, 5, 4, 2, 64, capacity=32)
@@ -610,7 +612,7 @@ def test_rows_are_appended_by_a_table_of_pages(device, page_rows, module):
     assert int(pages.isnan().any(-1).sum()) == 3 * 2 * 2 * page_rows  # nobody's pages are as they were
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_positions_count_from_the_first_row_and_rows_may_be_skipped(device, module):
     q, k, v, cache, first_row, _, inv_freq = rotary_operands(device, torch.float32, 3, 4, 4, 2, 64, capacity=150)
     caches = [cache.clone() for _ in range(4)]
@@ -622,10 +624,8 @@ def test_positions_count_from_the_first_row_and_rows_may_be_skipped(device, modu
     assert torch.equal(further, module.rotary_append(q, k, v, caches[3], first_row, None, inv_freq, skip=5))
     assert torch.equal(caches[2].nan_to_num(), caches[3].nan_to_num())
     level = module.rotary_append(q, k, v, caches[1], first_row, places, inv_freq, skip=5)  # as a level of a tree
-    for batch, first in enumerate(first_row.tolist()):
-        rows = caches[1][:, batch, :, first + 5 : first + 9]
-        assert torch.equal(rows[0], caches[0][0, batch, :, first : first + 4])
-        assert torch.equal(rows[1], v[batch].transpose(0, 1))
+    keys, values = appended(caches[1], first_row + 5, 4)
+    assert torch.equal(keys, appended(caches[0], first_row, 4)[0]) and torch.equal(values, v)
     assert torch.equal(level, in_order)
 
 
@@ -668,7 +668,7 @@ def test_latents_are_normed_and_appended_with_their_key(device, dtype, splits, h
     assert torch.equal(results[1][0], turned)
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_latents_are_appended_where_their_table_says(device, module):
     """In pages, from a row on, as far as they fit, at positions of their own or of a tree."""
     q, latents, norm, eps, cache, first_row, depths, inv_freq = latent_operands(
@@ -689,7 +689,7 @@ def test_latents_are_appended_where_their_table_says(device, module):
     assert (cache[0, 1, 0, :28] == 7).all() and (cache[0, 1, 0, 28:] != 7).all()
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -753,37 +753,32 @@ def test_gates_far_from_zero(device):
             torch.testing.assert_close(soft, torch.tensor([0, 0, 3 * 0.693147, 300, 9e4], device=device))
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_bad_operands_are_refused(device, module):
     x, weight = torch.randn(2, 8, device=device), torch.randn(8, device=device)
-    bad = [
-        (module.rms_norm, (x, weight[:7], 1e-5)),
-        (module.rms_norm, (x, weight.half(), 1e-5)),
-        (module.rms_norm, (x, weight.to("meta"), 1e-5)),
-        (module.add_rms_norm, (x, x[:1], weight, 1e-5)),
-        (module.rms_norm, (x.long(), weight.long(), 1e-5)),
-        (module.embed_rms_norm, (x, x, weight, 1e-5)),
-        (module.embed_rms_norm, (x.long(), x[0], weight, 1e-5)),
-        (module.embed_rms_norm, (x.long(), x, weight[:7], 1e-5)),
-        (module.embed_rms_norm, (x.long(), x.half(), weight, 1e-5)),
-        (module.swiglu, (x, x[:1])),
-        (module.swiglu, (x, x.half())),
-        (module.swiglu, (x, x, "gelu")),
-        (module.gate_heads, (x, x)),
-        (module.gate_heads, (x[None, None], x[None, None, :1])),
-        (module.gate_heads, (x[None, None], x[None, None].half())),
-    ]
-    for function, args in bad:
-        with pytest.raises(ValueError, match=function.__name__):
-            function(*args)
     heads = x[None, None]
-    for gate, activation, message in (
-        (heads[..., :1, :1], "sigmoid", r"gate_heads: gate must be float32 \[1, 1, 2, 1\]"),
-        (heads[..., :2], "softplus", r"gate_heads: gate must be float32 \[1, 1, 2, 8\]"),
-        (heads, "silu", "gate_heads: activation must be sigmoid or softplus, got 'silu'"),
+    for function, args, message in (
+        (module.rms_norm, (x, weight[:7], 1e-5), ""),
+        (module.rms_norm, (x, weight.half(), 1e-5), ""),
+        (module.rms_norm, (x, weight.to("meta"), 1e-5), ""),
+        (module.add_rms_norm, (x, x[:1], weight, 1e-5), ""),
+        (module.rms_norm, (x.long(), weight.long(), 1e-5), ""),
+        (module.embed_rms_norm, (x, x, weight, 1e-5), ""),
+        (module.embed_rms_norm, (x.long(), x[0], weight, 1e-5), ""),
+        (module.embed_rms_norm, (x.long(), x, weight[:7], 1e-5), ""),
+        (module.embed_rms_norm, (x.long(), x.half(), weight, 1e-5), ""),
+        (module.swiglu, (x, x[:1]), ""),
+        (module.swiglu, (x, x.half()), ""),
+        (module.swiglu, (x, x, "gelu"), ""),
+        (module.gate_heads, (x, x), ""),
+        (module.gate_heads, (heads, heads[:, :, :1]), ""),
+        (module.gate_heads, (heads, heads.half()), ""),
+        (module.gate_heads, (heads, heads[..., :1, :1], "sigmoid"), r": gate must be float32 \[1, 1, 2, 1\]"),
+        (module.gate_heads, (heads, heads[..., :2], "softplus"), r": gate must be float32 \[1, 1, 2, 8\]"),
+        (module.gate_heads, (heads, heads, "silu"), ": activation must be sigmoid or softplus, got 'silu'"),
     ):
-        with pytest.raises(ValueError, match=message):
-            module.gate_heads(heads, gate, activation)
+        with pytest.raises(ValueError, match=function.__name__ + message):
+            function(*args)
 
 
 BAD_ROTARY = {
@@ -805,7 +800,7 @@ BAD_ROTARY = {
 
 
 @pytest.mark.parametrize("change", BAD_ROTARY.values(), ids=BAD_ROTARY)
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_bad_rotary_operands_are_refused(device, module, change):
     operands = list(rotary_operands(device, torch.float32, 2, 3, 4, 2, 64))
     for index, function in change.items():
@@ -816,7 +811,7 @@ def test_bad_rotary_operands_are_refused(device, module, change):
         assert operands[3].isnan().all()
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@BOTH
 def test_a_temperature_needs_a_length(device, module):
     operands = rotary_operands(device, torch.float32, 1, 2, 2, 1, 64)
     with pytest.raises(ValueError, match="rotary_append: temperature must be"):
@@ -833,15 +828,14 @@ def test_strided_cache_columns_are_refused(device):
 def test_a_norm_weight_that_would_have_to_be_copied_is_refused(device):
     x, weight = torch.ones(2, 64, device=device), torch.ones(128, device=device)[::2]
     tokens, embedding = torch.zeros(1, 2, dtype=torch.int64, device=device), torch.ones(3, 64, device=device)
-    for call in (
+    calls = (
         lambda: kernels.rms_norm(x, weight, 1e-5),
         lambda: kernels.add_rms_norm(x, x, weight, 1e-5),
         lambda: kernels.embed_rms_norm(tokens, embedding, weight, 1e-5),
         lambda: draft_inputs(x[None], None, tokens, embedding, token_norm=weight),
         lambda: draft_inputs(x[None], None, tokens, embedding, feature_norm=weight),
-    ):
-        with pytest.raises(ValueError, match=r"a norm's weight must be contiguous, got stride \(2,\)"):
-            call()
+    )
+    check_refused(*((r"a norm's weight must be contiguous, got stride \(2,\)", call) for call in calls))
 
 
 PAIR_SIZES = [16, 128, 272, 4096]
@@ -878,16 +872,9 @@ def test_a_pair_of_what_is_not_finite(device):
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_norms_make_pairs_where_products_read_them(device, monkeypatch, splits):
-    from eagle_triton.ops.layers import norms
-    from eagle_triton.runtime.row_formats import Float8Pair, RowFormat
-
     torch.manual_seed(splits)
-    x = (
-        torch.randn(splits, 2, 5, 272, device=device)
-        if splits > 1
-        else torch.randn(2, 5, 272, device=device).bfloat16()
-    )
-    x = SplitSums(x, torch.bfloat16) if splits > 1 else x
+    x = torch.randn(splits, 2, 5, 272, device=device)
+    x = SplitSums(x, torch.bfloat16) if splits > 1 else x[0].bfloat16()
     weight, residual = (torch.randn(*shape, device=device).bfloat16() for shape in ((272,), (2, 5, 272)))
     plain, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
     monkeypatch.setattr(norms, "has_format", lambda out, row_format: row_format is not None)
@@ -903,9 +890,6 @@ def test_norms_make_pairs_where_products_read_them(device, monkeypatch, splits):
 
 
 def test_norms_write_the_order_of_words_where_products_read_it(device, monkeypatch):
-    from eagle_triton.ops.layers import norms
-    from eagle_triton.runtime.row_formats import RowFormat, WordOrdered
-
     dtype = torch.bfloat16 if CUDA else torch.float32
     x, residual = (torch.randn(2, 5, 384, device=device, dtype=dtype) for _ in range(2))
     weight = torch.randn(384, device=device, dtype=dtype)
@@ -925,8 +909,6 @@ def test_norms_write_the_order_of_words_where_products_read_it(device, monkeypat
 
 
 def test_columns_in_the_order_of_words():
-    from eagle_triton.runtime.row_formats import WordOrdered
-
     x = torch.arange(64.0).half().repeat(2, 3, 1)
     ordered = WordOrdered.of(x)
     for word, i, pair in itertools.product(range(4), range(4), range(2)):

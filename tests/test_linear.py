@@ -34,20 +34,25 @@ def operands(device: str, dtype: torch.dtype, rows: tuple[int, ...], depth: int,
 
 
 def wide(value):
-    """fp32 copies of tensors and lists of tensors."""
-    return [wide(item) for item in value] if isinstance(value, (list, tuple)) else value.float()
+    """fp32 copies of tensors, also within lists; None stays."""
+    if isinstance(value, (list, tuple)):
+        return [wide(item) for item in value]
+    return None if value is None else value.float()
+
+
+def check(name: str, *given, settings: Settings | None = None, **options) -> None:
+    """A function of the kernels against that of the reference, which has the same operands, and fp32 ones."""
+    found = getattr(kernels, name)(*given, settings=settings, **options)
+    same, exact = (getattr(reference, name)(*each, **options) for each in (given, wide(given)))
+    for each in [(found, same, exact)] if isinstance(found, Tensor) else zip(found, same, exact, strict=True):
+        assert_close(*each)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows(device, rows, dtype):
     x, (weight,), (bias,), residual = operands(device, dtype, (rows,), 136, (72,))
-    settings = SETTINGS["splits"]
-    assert_close(
-        kernels.linear(x, weight, bias, residual, settings=settings),
-        reference.linear(x, weight, bias, residual),
-        reference.linear(*wide((x, weight, bias, residual))),
-    )
+    check("linear", x, weight, bias, residual, settings=SETTINGS["splits"])
 
 
 @pytest.mark.parametrize("depth", [16, 64, 200] + ([1003, 4096] if CUDA else []))
@@ -55,53 +60,25 @@ def test_rows(device, rows, dtype):
 def test_settings(device, settings, depth):
     dtype = torch.bfloat16 if CUDA else torch.float16
     x, weights, biases, residual = operands(device, dtype, (2, 5), depth, (130, 64, 33))
-    assert_close(
-        kernels.linear(x, weights[0], biases[0], residual, settings=settings),
-        reference.linear(x, weights[0], biases[0], residual),
-        reference.linear(*wide((x, weights[0], biases[0], residual))),
-    )
-    outs = kernels.linear_stack(x, weights, biases, settings=settings)
-    sames, exacts = (reference.linear_stack(*each) for each in ((x, weights, biases), wide((x, weights, biases))))
-    for out, same, exact in zip(outs, sames, exacts, strict=True):
-        assert_close(out, same, exact)
-    up = weights[0].flip(0)
+    check("linear", x, weights[0], biases[0], residual, settings=settings)
+    check("linear_stack", x, weights, biases, settings=settings)
     for activation in ACTIVATIONS:
-        assert_close(
-            kernels.linear_swiglu(x, weights[0], up, activation=activation, settings=settings),
-            reference.linear_swiglu(x, weights[0], up, activation=activation),
-            reference.linear_swiglu(*wide((x, weights[0], up)), activation=activation),
-        )
+        check("linear_swiglu", x, weights[0], weights[0].flip(0), activation=activation, settings=settings)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_stack_of_any_size_with_some_biases(device, count):
     x, weights, biases, _ = operands(device, torch.float32, (3,), 48, (40, 24, 8, 16, 72)[:count])
     biases[0] = None
-    outs = kernels.linear_stack(x, weights, biases, settings=SETTINGS["plain"])
-    for out, exact in zip(outs, reference.linear_stack(x, weights, biases), strict=True):
-        assert_close(out, exact, exact)
+    check("linear_stack", x, weights, biases, settings=SETTINGS["plain"])
 
 
 def test_default_settings(device):
     x, weights, biases, residual = operands(device, torch.float16, (4,), 1024, (64, 32, 32))
     assert table.launch_settings(x.device, x.dtype, 4, (64,), 1024).splits > 1
-    assert_close(
-        kernels.linear(x, weights[0], biases[0], residual),
-        reference.linear(x, weights[0], biases[0], residual),
-        reference.linear(*wide((x, weights[0], biases[0], residual))),
-    )
-    for out, same, exact in zip(
-        kernels.linear_stack(x, weights, biases),
-        reference.linear_stack(x, weights, biases),
-        reference.linear_stack(*wide((x, weights, biases))),
-        strict=True,
-    ):
-        assert_close(out, same, exact)
-    assert_close(
-        kernels.linear_swiglu(x, *weights[1:]),
-        reference.linear_swiglu(x, *weights[1:]),
-        reference.linear_swiglu(*wide((x, *weights[1:]))),
-    )
+    check("linear", x, weights[0], biases[0], residual)
+    check("linear_stack", x, weights, biases)
+    check("linear_swiglu", x, *weights[1:])
 
 
 H200 = (9, 0)

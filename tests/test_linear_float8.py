@@ -13,9 +13,8 @@ from eagle_triton.runtime import fallback
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 from tests import rounding
-from tests.rounding import CUDA, DTYPES
+from tests.rounding import CUDA, DTYPES, HOPPER
 
-HOPPER = CUDA and torch.version.cuda and torch.cuda.get_device_capability() == (9, 0)
 KINDS = ("rows", "blocks", "one")
 
 

@@ -24,6 +24,7 @@ from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Pac
 from eagle_triton.runtime.row_formats import WordOrdered
 from eagle_triton.runtime.split_sums import total_of
 from tests.gluon_by_python import run_launch
+from tests.rounding import on_hopper
 
 hopper = four_bits._hopper()
 if hopper is None:
@@ -31,7 +32,6 @@ if hopper is None:
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 LANES = 32
-CUDA = torch.cuda.is_available()
 
 
 def in_halves(operate: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, one: Any, other: Any) -> Any:
@@ -263,7 +263,7 @@ def test_splits_on_hopper_are_those_of_all_rows_and_each_fits(cols, depth):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [32, 64, 96, 128, 192, 384])
@@ -275,7 +275,7 @@ def test_every_number_on_hopper(group, kind, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_hopper_kernels_equal_the_reference(dtype, rows, depth, group, kind):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@on_hopper
 @pytest.mark.parametrize("kind", ["symmetric", "zeros"])
 def test_bits_on_hopper_do_not_depend_on_the_number_of_rows(kind):
     x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)

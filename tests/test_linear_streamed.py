@@ -18,13 +18,11 @@ from eagle_triton.ops.linear import dispatch as kernels
 from eagle_triton.ops.linear import settings as table
 from eagle_triton.ops.linear.settings import Settings
 from eagle_triton.runtime import fallback, gpu, overlap
+from tests.rounding import on_hopper
 
 streamed = kernels._streamed()
 if streamed is None:
     pytest.skip("needs Triton 3.6", allow_module_level=True)
-
-HOPPER = torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def matrices(rows: int, depth: int, *cols: int, dtype: torch.dtype = torch.bfloat16):

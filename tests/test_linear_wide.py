@@ -12,13 +12,12 @@ from eagle_triton.ops.linear.settings import MAX_WIDE, WIDE_TILE, Streaming, Wid
 from eagle_triton.runtime.launch import recorded
 from tests import rounding
 from tests.gluon_by_python import run_launch
+from tests.rounding import on_hopper
 
 streamed, wide = kernels._streamed(), kernels._wide()
 if wide is None:
     pytest.skip("needs Triton 3.6", allow_module_level=True)
 
-HOPPER = torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 ROWS = [129, 130, 240, 255, 256, 257, 384, 480, 511, 512]
 DTYPES = [torch.bfloat16, torch.float16]
 QKV, GATE_UP = (4096, 1024, 1024), (14336, 14336)

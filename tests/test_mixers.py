@@ -1,8 +1,10 @@
-"""Kinds of layer: a toy recurrence h <- a h + b x among attention layers, decoded in trees and rolled back."""
+"""Kinds of layer: a toy recurrence h <- a h + b x among attention layers, decoded in trees and rolled back.
+
+What slots and steps do to states is in tests/test_hybrid_targets.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,7 +16,6 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.by_slot import bytes_of
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.mixers import AcceptedPath, Attention, KeyValues, Mixer, MixerCache, NewRows
-from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.model.modules import Norm, Projection, Rotary
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.scheduler.batch import Batch
@@ -169,68 +170,6 @@ def test_a_hybrid_target_decodes_as_its_modules_do(pair, tree):
                     assert torch.equal(batch.tokens(row.slot), alone(logits, prompt, new))
                     del requests[id(row.request)]
     assert not requests and (accepted > 0) == (tree != "plain")
-
-
-def test_states_after_every_step_are_those_of_the_committed_tokens_from_scratch(pair):
-    engine, _ = pair
-    spec = TREES["dynamic"]
-    with torch.no_grad(), Batch(engine, 3, spec, 80) as batch:
-        batch.admit_all([Request(prompt, 40) for prompt in PROMPTS[:3]])
-        rejected = 0
-        for step in range(8):
-            rows = batch.step()
-            assert all((row.tree is None) == (step == 0) for row in rows)  # the first tokens come before any step
-            rejected += sum(row.accepted < spec.depth for row in rows if row.tree is not None)
-            sequences = [batch.tokens(slot)[: batch.lengths[slot]] for slot in range(3)]
-            assert sequences[0].shape != sequences[2].shape
-            states = batch.sequences.caches.caches[0].states.clone()
-            fresh = engine.view.new_caches(SlotPages.whole(1, 512, torch.device("cpu")))
-            for slot, sequence in enumerate(sequences):
-                fresh.clear()
-                feed(engine, fresh, sequence)
-                torch.testing.assert_close(fresh.caches[0].states[:, 0], states[:, slot], atol=1e-5, rtol=1e-4)
-    assert rejected > 0
-
-
-def feed(engine: Engine, caches, tokens: Tensor) -> None:
-    """Commit tokens one by one."""
-    for position, token in enumerate(tokens):
-        length = torch.tensor([position], dtype=torch.int32)
-        target_forward(engine.ops, engine.view, token.view(1, 1), caches, length, None, None)
-
-
-def test_an_inactive_slot_stays_as_it_is_and_one_that_is_entered_again_is_fresh(pair):
-    engine, logits = pair
-    trees = itertools.cycle([TREES["dynamic"], PLAIN, TREES["chain"]])
-    with Batch(engine, 2, TREES["dynamic"], 90) as batch:
-        batch.admit_all([Request(PROMPTS[2], 5), Request(PROMPTS[1], 40)])
-        after = None
-        while batch.running:
-            batch.spec = next(trees)
-            batch.step()
-            state = batch.sequences.caches.caches[0].states[:, 0].clone()
-            if batch.free == [0]:
-                assert after is None or torch.equal(state, after)
-                after = state
-        assert after is not None and after.any()
-        assert torch.equal(batch.tokens(1), alone(logits, PROMPTS[1], 40))
-        batch.admit(Request(PROMPTS[0], 24))
-        while batch.running:
-            batch.step()
-        assert torch.equal(batch.tokens(0), alone(logits, PROMPTS[0], 24))
-
-
-def test_equal_prompts_are_computed_once_and_drafted_alike(pair):
-    engine, logits = pair
-    with Batch(engine, 3, TREES["dynamic"], 90) as batch:
-        batch.admit_all([Request(PROMPTS[index], 24) for index in (2, 1, 3)])  # the first and the last are equal
-        accepted: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        while batch.running:
-            for row in batch.step():
-                accepted[row.slot].append(row.accepted)
-        assert accepted[0] == accepted[2] and sum(accepted[0]) > 0
-        assert torch.equal(batch.tokens(0), batch.tokens(2))
-        assert torch.equal(batch.tokens(2), alone(logits, PROMPTS[2], 24))
 
 
 def test_layers_of_other_shapes_have_caches_of_their_own(pair):

@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import operator
+import pickle
 import re
 from functools import partial
 
@@ -333,10 +334,9 @@ def test_keys_of_earlier_prompts_are_not_reused_if_a_called_module_may_have_chan
         forgets.clear()
         second = model.generate(prompt, max_new_tokens=8)
         assert forgets and not originals.report()[0].fallbacks
-        reason = {"a hook": "a forward hook inside", "dropout": "active dropout inside"}.get(
-            how, "Scaled inside is not"
-        )
-        assert f"self_attn.v_proj is called, and {'' if 'Scaled' in reason else 'has '}{reason}" in str(originals)
+        reasons = {"a hook": "has a forward hook inside", "dropout": "has active dropout inside"}
+        said = f"self_attn.v_proj is called, and {reasons.get(how, 'Scaled inside is not')}"
+        assert said in str(originals)
     assert not torch.equal(first, second)
     if how != "dropout":
         assert torch.equal(second, model.generate(prompt, max_new_tokens=8))
@@ -419,37 +419,34 @@ class Wrapped(torch.Tensor):
     """A tensor subclass, as quantised and sharded weights are."""
 
 
-def wrapped(weight: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(weight.detach().as_subclass(Wrapped), requires_grad=False)
+class DTensor(torch.Tensor):
+    """By the name of a sharded one."""
 
 
-@pytest.mark.parametrize("place", ["base_model.model.norm", "base_model.model.embed_tokens"])
-def test_a_wrapped_weight_is_not_taken_for_a_plain_one(m, place):
-    part = m.get_submodule(place)
-    part.weight = wrapped(part.weight)
-    with pytest.raises(UnsupportedModelError, match=rf"model\.{place}\.weight must be a plain tensor, got Wrapped"):
+@pytest.mark.parametrize(
+    ("place", "kind", "message"),
+    [
+        ("norm", Wrapped, "must be a plain tensor, got Wrapped"),
+        ("embed_tokens", Wrapped, "must be a plain tensor, got Wrapped"),
+        ("layers.1.mlp.up_proj", DTensor, "is sharded .* vLLM or SGLang"),
+    ],
+)
+def test_a_weight_of_another_class_is_refused(m, place, kind, message):
+    part = m.base_model.model.get_submodule(place)
+    part.weight = nn.Parameter(part.weight.detach().as_subclass(kind), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=rf"model\.base_model\.model\.{place}\.weight {message}"):
         optimize_eagle_with_triton(m)
 
 
 def test_a_linear_layer_with_a_wrapped_weight_is_called_as_the_module_it_is(m):
     layer = m.base_model.model.layers[1].mlp.up_proj
-    layer.weight = wrapped(layer.weight)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Wrapped), requires_grad=False)
     expected = m.eagenerate(PROMPT, max_new_tokens=8)
     calls = []
     with optimize_eagle_with_triton(m):
         layer.forward = lambda x: calls.append(len(x)) or nn.functional.linear(x, layer.weight)
         got = m.eagenerate(PROMPT, max_new_tokens=8)
     assert calls and torch.equal(got, expected)
-
-
-def test_a_sharded_weight_is_refused(m):
-    class DTensor(torch.Tensor):
-        pass
-
-    layer = m.base_model.model.layers[1].mlp.up_proj
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(DTensor), requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj\.weight is sharded .* vLLM or SGLang"):
-        optimize_eagle_with_triton(m)
 
 
 @pytest.mark.parametrize("how", ["an EaModel", "a plain model", "the engine"])
@@ -463,9 +460,8 @@ def test_a_model_that_device_map_spreads_is_refused_with_the_remedy(m, how, tmp_
         "a plain model": lambda: optimize_with_triton(spread.base_model, spread.ea_layer),
         "the engine": lambda: EAGLEInference(spread.ea_layer, spread.base_model),
     }
-    with pytest.raises(
-        UnsupportedModelError, match="must lie on one device, got cpu, meta.* without device_map.* vLLM"
-    ):
+    message = "must lie on one device, got cpu, meta.* without device_map.* vLLM"
+    with pytest.raises(UnsupportedModelError, match=message):
         calls[how]()
 
 
@@ -518,17 +514,14 @@ def test_projections_that_are_called_as_modules_are_reported_by_count_and_class_
     )
     prompt, target = random_prompt(7), m.base_model
     want = target.generate(prompt, max_new_tokens=9)
-    with optimize_eagle_with_triton(m)[1] as originals:
-        assert torch.equal(m.generate(prompt, max_new_tokens=9), want)
-        assert re.search(said, str(originals.report()))
-    with optimize_with_triton(target)[1] as originals:
-        assert torch.equal(target.generate(prompt, max_new_tokens=9), want)
-        assert re.search(said, str(originals.report()))
+    for optimise, subject in ((optimize_eagle_with_triton, m), (optimize_with_triton, target)):
+        with optimise(subject)[1] as originals:
+            assert torch.equal(subject.generate(prompt, max_new_tokens=9), want)
+            assert re.search(said, str(originals.report()))
+        with pytest.raises(UnsupportedModelError, match=f"projections: {said}"):
+            optimise(subject, strict=True)
     engine = EAGLEInference(m.ea_layer, target)
     assert torch.equal(engine.generate(prompt, max_new_tokens=9)[0], want) and re.search(said, str(engine.report()))
-    for optimise in (optimize_eagle_with_triton, optimize_with_triton):
-        with pytest.raises(UnsupportedModelError, match=f"projections: {said}"):
-            optimise(m if optimise is optimize_eagle_with_triton else target, strict=True)
 
 
 def test_a_model_that_peft_has_wrapped_is_refused_with_what_to_give_instead():
@@ -566,8 +559,6 @@ def test_a_module_of_another_kind_is_refused(m, place, replacement, message):
 
 
 def test_an_optimised_model_is_neither_copied_nor_pickled(m):
-    import pickle
-
     with optimize_eagle_with_triton(m):
         expected = m.eagenerate(PROMPT, max_new_tokens=5)
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -596,9 +587,8 @@ def test_the_call_is_a_context_manager_and_originals_need_not_be_kept(m):
 def test_the_same_holds_for_a_pair_of_models(m):
     handle = m.base_model.model.layers[1].mlp.register_forward_hook(zero)
     config = EAGLEConfig(fallback=False)
-    with pytest.raises(
-        UnsupportedModelError, match=r"target_model\.base_model\.model\.layers\.1\.mlp has a forward hook"
-    ):
+    message = r"target_model\.base_model\.model\.layers\.1\.mlp has a forward hook"
+    with pytest.raises(UnsupportedModelError, match=message):
         EAGLEInference(None, m, config)
     handle.remove()
     eagle = EAGLEInference(None, m, config)
@@ -624,9 +614,8 @@ def steered(module: nn.Module, method: str) -> None:
 @pytest.mark.parametrize("place", ["layers.1.mlp", "layers.1.self_attn", "layers.1", "layers.1.mlp.act_fn", "norm"])
 def test_a_class_with_a_forward_of_its_own_is_refused(m, place, method):
     steered(m.get_submodule(f"base_model.model.{place}"), method)
-    with pytest.raises(
-        UnsupportedModelError, match=rf"model\.{place} is a Steered with a {method} of tests\.test_model"
-    ):
+    message = rf"model\.{place} is a Steered with a {method} of tests\.test_model"
+    with pytest.raises(UnsupportedModelError, match=message):
         optimize_eagle_with_triton(m)
 
 

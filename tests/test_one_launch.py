@@ -52,6 +52,8 @@ OF_KINDS = {
 }
 FEW_KEY_HEADS = {"yi-6b": dict(num_key_value_heads=4), "tinyllama": dict(num_key_value_heads=4)}
 VOCAB = 512
+PROMPT = random_prompt(7, vocab=64).to(DEVICE)
+OPTIONS = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
 MIXTURE = dict(shape="qwen3-30b-a3b", num_experts=4, num_experts_per_tok=2)
 
 
@@ -90,14 +92,6 @@ def aligned_bytes(count, device, shift=0):
 def aligned(tensor, shift=0):
     """The same at such an address."""
     return aligned_bytes(tensor.nbytes, tensor.device, shift).view(tensor.dtype).view_as(tensor).copy_(tensor)
-
-
-def in_float32(read):
-    return copy.deepcopy(read).float()
-
-
-def launch_of(view):
-    return one_launch.OneLaunch(view)
 
 
 def sequences(view, length, spare=8):
@@ -190,7 +184,7 @@ def test_mixtures_that_it_does_not_take_are_refused(monkeypatch, changes, expect
 def test_its_table_has_the_first_rows_of_a_mixture(monkeypatch):
     monkeypatch.setattr(one_launch, "_MIXTURE", (2048, (32, 4, 128), 768, 4, 2))
     read = model(**{"device": "cpu", "layers": 1} | MIXTURE)
-    made = launch_of(read_causal_lm(read))
+    made = one_launch.OneLaunch(read_causal_lm(read))
     (layer,), ((*_, gate, up, down, _),) = read.model.layers, made._model.rows.tolist()
     lowest, experts = made._weights.base.data_ptr(), layer.mlp.experts
     expected = (experts.gate_up_proj, experts.gate_up_proj[0, 768:], experts.down_proj)
@@ -236,14 +230,14 @@ def test_programs_make_all_rows_of_q_k_and_v(queries, width, key_heads):
 
 def test_its_table_has_biases_and_windows():
     read = model("qwen2.5-3b", device="cpu", layers=1)
-    made, attention = launch_of(read_causal_lm(read)), read.model.layers[0].self_attn
+    made, attention = one_launch.OneLaunch(read_causal_lm(read)), read.model.layers[0].self_attn
     biases = [projection.bias.data_ptr() for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
     assert made._model.addresses.tolist()[0][5:] == biases
     assert made._sizes.BIASED and not made._sizes.WINDOWED and made._model.rows.tolist()[0][7] == 2**31 - 1
-    made = launch_of(read_causal_lm(model("ministral-8b", device="cpu", layers=1)))
+    made = one_launch.OneLaunch(read_causal_lm(model("ministral-8b", device="cpu", layers=1)))
     assert made._sizes.WINDOWED and not made._sizes.BIASED and made._model.rows.tolist()[0][7] == 200
     some = dict(use_sliding_window=True, sliding_window=200, max_window_layers=1)
-    made = launch_of(read_causal_lm(model("qwen2.5-3b", device="cpu", **some)))
+    made = one_launch.OneLaunch(read_causal_lm(model("qwen2.5-3b", device="cpu", **some)))
     assert made._sizes.WINDOWED and made._model.rows[:, 7].tolist() == [2**31 - 1, 200]
 
 
@@ -284,7 +278,7 @@ def test_the_report_says_whether_plain_steps_use_it(monkeypatch):
     assert note() is None, "the references run"
     engine.ops.one_launch = True
     assert note() == "not used: it needs a Hopper GPU"
-    vars(view).update(reason_against_one_launch=None, one_launch=launch_of(view))  # as on such a GPU
+    vars(view).update(reason_against_one_launch=None, one_launch=one_launch.OneLaunch(view))  # as on such a GPU
     assert note().startswith("used")
     assert note(used=False).endswith("faster for a request of more than 16384 tokens")
     give_up_gluon(one_launch._KERNEL)
@@ -296,7 +290,7 @@ def test_the_report_says_whether_plain_steps_use_it(monkeypatch):
 def test_its_table_has_the_address_of_each_weight():
     read = model(device="cpu")
     view = read_causal_lm(read)
-    made = launch_of(view)
+    made = one_launch.OneLaunch(view)
     lowest = made._weights.base.data_ptr()
     for layer, rows, norms in zip(
         read.model.layers, made._model.rows.tolist(), made._model.addresses.tolist(), strict=True
@@ -315,7 +309,7 @@ def test_without_its_kernel_the_separate_ones_run(monkeypatch):
     """On a machine where it does not compile a call gives nothing, and the operations are told once."""
     read = model(device="cpu", layers=1)
     view = read_causal_lm(read)
-    made = launch_of(view)
+    made = one_launch.OneLaunch(view)
     caches, ops, told = view.new_caches(Sequences(view, None, 1, 64).pages), make_operations(), []
     ops.on_kernel_error = lambda name, error: told.append(name)
 
@@ -332,7 +326,7 @@ def test_without_its_kernel_the_separate_ones_run(monkeypatch):
 
 def test_only_one_row_is_taken():
     view = read_causal_lm(model(device="cpu", layers=1))
-    made = launch_of(view)
+    made = one_launch.OneLaunch(view)
     caches = view.new_caches(Sequences(view, None, 1, 64).pages)
     assert made(make_operations(), torch.tensor([[5, 6]]), caches, torch.tensor([0], dtype=torch.int32)) is None
 
@@ -371,23 +365,18 @@ def by_reference(monkeypatch):
 
 def test_plain_steps_of_one_slot_use_it(by_reference, monkeypatch):
     target = tiny_causal_lm(vocab=64)
-    prompt = random_prompt(7, vocab=64).to(DEVICE)
-    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    cases = (
-        (prompt, "auto", 100, 11, "used"),
-        (prompt, False, 100, 0, None),
-        (prompt.repeat(2, 1), "auto", 100, 0, None),
-        (prompt, "auto", 18, 0, "more than 18 tokens"),
-    )
-    for prompts, allowed, rows, count, note in cases:
+    for prompts, allowed, rows, count, note in (
+        (PROMPT, "auto", 100, 11, "used"),
+        (PROMPT, False, 100, 0, None),
+        (PROMPT.repeat(2, 1), "auto", 100, 0, None),
+        (PROMPT, "auto", 18, 0, "more than 18 tokens"),
+    ):
         monkeypatch.setattr(one_launch, "MAX_ROWS", rows)
-        expected, ByReference.calls = target.generate(prompts, **options), []
+        expected, ByReference.calls = target.generate(prompts, **OPTIONS), []
         with optimize_with_triton(target, megakernel=allowed, kernels=False) as (_, originals):
-            assert torch.equal(target.generate(prompts, **options), expected)
+            assert torch.equal(target.generate(prompts, **OPTIONS), expected)
             notes = [entry.reason for entry in originals.report() if entry.path == "one_launch"]
-        assert (
-            len(ByReference.calls) >= count and set(ByReference.calls) <= {0} and bool(ByReference.calls) == bool(count)
-        )
+        assert len(ByReference.calls) >= count and set(ByReference.calls) == ({0} if count else set())
         assert [note in said for said in notes] == ([True] if note else [])
 
 
@@ -395,9 +384,7 @@ def test_a_step_that_gives_nan_gives_the_launch_up_for_good(by_reference, monkey
     """A program that waits in vain takes NaN. The request ends with that error, and later ones do without the
     launch."""
     target = tiny_causal_lm(vocab=64)
-    prompt = random_prompt(7, vocab=64).to(DEVICE)
-    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    expected, whole = target.generate(prompt, **options), ByReference.__call__
+    expected, whole = target.generate(PROMPT, **OPTIONS), ByReference.__call__
 
     def waits_in_vain(self, *args):
         outputs = whole(self, *args)
@@ -406,9 +393,9 @@ def test_a_step_that_gives_nan_gives_the_launch_up_for_good(by_reference, monkey
     monkeypatch.setattr(ByReference, "__call__", waits_in_vain)
     with optimize_with_triton(target, kernels=False) as (_, originals):
         with pytest.raises(RuntimeError, match="NaN"):
-            target.generate(prompt, **options)
+            target.generate(PROMPT, **OPTIONS)
         ByReference.calls.clear()
-        assert torch.equal(target.generate(prompt, **options), expected) and not ByReference.calls
+        assert torch.equal(target.generate(PROMPT, **OPTIONS), expected) and not ByReference.calls
         (note,) = [entry.reason for entry in originals.report() if entry.path == "one_launch"]
     assert note.startswith("given up: a step gave NaN")
 
@@ -431,10 +418,8 @@ def test_an_engine_beside_another_follows_it_on_the_device():
 def test_a_draft_models_chain_uses_it(by_reference, monkeypatch):
     """With as many accepted drafts as without it. A step takes in the last draft, if all were accepted, and the root;
     each pass finds the rows of those before it."""
-    target = tiny_causal_lm(vocab=64)
-    prompt = random_prompt(7, vocab=64).to(DEVICE)
-    options = dict(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
-    expected, chain = target.generate(prompt, **options), dict(topk=1, num_steps=3, num_draft_tokens=4, kernels=False)
+    target, options = tiny_causal_lm(vocab=64), OPTIONS | dict(max_new_tokens=24)
+    expected, chain = target.generate(PROMPT, **options), dict(topk=1, num_steps=3, num_draft_tokens=4, kernels=False)
     other = copy.deepcopy(target)
     with torch.no_grad():
         for name, weight in other.named_parameters():
@@ -445,7 +430,7 @@ def test_a_draft_models_chain_uses_it(by_reference, monkeypatch):
         """The number of steps, and the skips of their launches."""
         ByReference.calls = []
         with optimize_with_triton(target, draft, **chain | changes) as (_, originals):
-            assert torch.equal(target.generate(prompt, **options), expected)
+            assert torch.equal(target.generate(PROMPT, **options), expected)
             steps = next(entry.calls for entry in originals.report() if entry.path == "update_sequence")
         return steps, ByReference.calls
 
@@ -467,8 +452,8 @@ def test_a_row_is_that_of_the_separate_operations(shape):
     """Within twice the error of torch in bf16, wherever the row falls into tiles, pages and programs. It writes its own
     keys and values only, and gives the same bits every time."""
     read = model(shape)
-    view, wide = read_causal_lm(read), read_causal_lm(in_float32(read))
-    made, reference, ops = launch_of(view), make_operations(), make_operations()
+    view, wide = read_causal_lm(read), read_causal_lm(copy.deepcopy(read).float())
+    made, reference, ops = one_launch.OneLaunch(view), make_operations(), make_operations()
     errors = []
     for length, skip in ((0, 0), (1, 0), (30, 1), (62, 2), (64, 0), (511, 0), (509, 5), (1100, 0)):
         before = torch.tensor([length], dtype=torch.int32, device=DEVICE)
@@ -503,7 +488,7 @@ def test_a_row_is_that_of_the_separate_operations(shape):
 @needs_hopper
 def test_below_its_least_count_a_launch_changes_nothing():
     view = read_causal_lm(model(layers=3))  # odd, so that launches begin with either parity
-    made, place, ops = launch_of(view), sequences(view, 100), make_operations()
+    made, place, ops = one_launch.OneLaunch(view), sequences(view, 100), make_operations()
     token, before = torch.tensor([[5]], device=DEVICE), torch.tensor([100], dtype=torch.int32, device=DEVICE)
     expected = made(ops, token, place.caches, before)[1].clone()
     kept = [tensor.clone() for tensor in place.caches.tensors]
@@ -544,7 +529,7 @@ def test_generate_and_a_draft_model_use_it():
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-30b-a3b"])
 def test_a_program_that_never_sends_gives_nan_instead_of_a_launch_without_end(shape):
     view = read_causal_lm(model(shape))
-    made, place, ops = launch_of(view), sequences(view, 100), make_operations()
+    made, place, ops = one_launch.OneLaunch(view), sequences(view, 100), make_operations()
     token, before = torch.tensor([[5]], device=DEVICE), torch.tensor([100], dtype=torch.int32, device=DEVICE)
     expected = made(ops, token, place.caches, before)[1]
     made.programs -= 1

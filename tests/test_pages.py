@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -34,7 +35,7 @@ from eagle_triton.families import own_ea_model as native
 from tests.failing import failing
 from tests.test_batch import SMALL, WARM, alone, drain, prompt
 from tests.test_engine import engine_for
-from tests.test_prefill import PACKED, packing, steps_of
+from tests.test_prefill import PACKED, packing, steps_of, steps_to_end
 from tests.test_speculative_session import finish
 from tests.tiny import tiny_model
 
@@ -183,9 +184,8 @@ def test_a_page_is_found_by_all_tokens_up_to_the_one_behind_it():
     for changed, same in ((0, 0), (63, 0), (64, 0), (65, 1), (128, 1), (192, 2), (193, 3)):
         other = tokens.clone()
         other[changed] = 999
-        assert [key == old for key, old in zip(prefix_keys(other), keys, strict=True)] == [
-            index < same for index in range(3)
-        ]
+        equal = [key == old for key, old in zip(prefix_keys(other), keys, strict=True)]
+        assert equal == [index < same for index in range(3)]
     assert prefix_keys(tokens, b"other")[0] != keys[0]
     assert prefix_keys(tokens, known=keys[:1]) == keys
 
@@ -202,8 +202,7 @@ def continuations(count: int, beginning: int = 200) -> list[Request]:
 
 @PACKED
 def test_requests_that_begin_alike_share_pages_and_give_what_each_gives_alone(packed):
-    engine, plain = packing(**WARM)
-    engine.pack_prompts = packed
+    engine, plain = packing(packed, **WARM)
     plain.prefixes = False
     requests = continuations(4)
     expected = [alone(plain, request, PLAIN) for request in requests]
@@ -215,9 +214,8 @@ def test_requests_that_begin_alike_share_pages_and_give_what_each_gives_alone(pa
         assert [results[id(request)][0] for request in requests] == expected
         again = [replace(request) for request in requests]
         slots = batch.admit_all(again)
-        assert [batch.request(slot).cached_tokens for slot in slots] == [
-            (len(request.prompt) - 1) // PAGE_ROWS * PAGE_ROWS for request in requests
-        ]
+        known = [(len(request.prompt) - 1) // PAGE_ROWS * PAGE_ROWS for request in requests]
+        assert [batch.request(slot).cached_tokens for slot in slots] == known
         results = drain(batch)
         assert [results[id(request)][0] for request in again] == expected
     with Batch(engine, 4, engine.draft.read_tree(), 360) as batch:  # pages outlive a batch
@@ -226,8 +224,7 @@ def test_requests_that_begin_alike_share_pages_and_give_what_each_gives_alone(pa
 
 @pytest.mark.parametrize(("packed", "steps"), [(True, 0), (False, 1), (True, 3)])
 def test_one_of_two_that_share_a_beginning_is_cancelled_at_any_time(packed, steps):
-    engine, plain = packing(**WARM)
-    engine.pack_prompts = packed
+    engine, plain = packing(packed, **WARM)
     requests = continuations(2)
     running = Request(prompt(9, vocab=12), 24)
     first, *expected = [alone(plain, request, PLAIN) for request in (running, *requests)]
@@ -240,8 +237,7 @@ def test_one_of_two_that_share_a_beginning_is_cancelled_at_any_time(packed, step
             slots = batch.enter_all(requests)
             steps_of(batch, got, steps)
             batch.release(slots[cancelled])
-            while batch.running:
-                steps_of(batch, got, 1)
+            steps_to_end(batch, got)
         assert got[slots[1 - cancelled]] == expected[1 - cancelled]
         assert got[0] == first
 
@@ -254,8 +250,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before():
             slot = batch.admit(Request(turn, 30))
             found = batch.request(slot).cached_tokens
             got: dict[int, list[int]] = {}
-            while batch.running:
-                steps_of(batch, got, 1)
+            steps_to_end(batch, got)
             assert got[slot] == alone(plain, Request(turn, 30), PLAIN)
             known = len(turn) + 30
             turn = torch.cat((turn, torch.tensor(got[slot]), prompt(20, len(turn), vocab=12)))
@@ -355,8 +350,7 @@ def test_a_cache_that_grows_while_others_decode_keeps_what_they_know():
             batch.enter_all([request])
             steps_of(batch, got, 2)
             sizes.append(engine.pool.pages)
-        while batch.running:
-            steps_of(batch, got, 1)
+        steps_to_end(batch, got)
     assert sizes == sorted(set(sizes)) and [got[slot] for slot in range(4)] == expected
 
 
@@ -480,10 +474,9 @@ def test_calls_of_a_model_in_16_bits_do_not_depend_on_each_other_unless_asked_to
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "64", 10**12])
 def test_a_cache_of_no_size_is_refused(value):
-    with pytest.raises((ValueError, TypeError), match="cache_tokens must be"):
-        EAGLEConfig(cache_tokens=value)
-    with pytest.raises((ValueError, TypeError), match="cache_tokens must be"):
-        optimize_eagle_with_triton(tiny_model(), cache_tokens=value)
+    for make in (EAGLEConfig, partial(optimize_eagle_with_triton, tiny_model())):
+        with pytest.raises((ValueError, TypeError), match="cache_tokens must be"):
+            make(cache_tokens=value)
 
 
 def test_a_cache_without_memory_is_named():
@@ -546,8 +539,7 @@ def test_a_graph_stays_when_the_cache_grows(dtype, monkeypatch):
                 batch.enter_all([request])
                 steps_of(batch, got, 2)
                 sizes.append(engine.pool.pages)
-            while batch.running:
-                steps_of(batch, got, 1)
+            steps_to_end(batch, got)
         assert all(engine._steps[key] is step for key, step in steps.items())
         return [got[slot] for slot in range(4)]
 

@@ -39,6 +39,7 @@ from tests.peer_memory_script import memory_in
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, WIDTH = 6, 200
+DONE, WAITING = SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)  # events of a device
 # plain torch cannot wait for what lies on a device
 MODULES = [kernels] if torch.cuda.is_available() else [kernels, reference]
 both = pytest.mark.parametrize("module", MODULES, ids=lambda module: "kernel" if module is kernels else "reference")
@@ -106,12 +107,8 @@ def test_the_bits_are_those_of_parts_that_were_gathered(device, module, size, ra
         residual, weight = (torch.randn(*shape, device=device).to(dtype) for shape in ((rows, width), (width,)))
         shared, apart = SharedSums(parts[rank], dtype, mine), SplitSums(gathered, dtype)
         assert shared.shape == apart.shape and shared.dim() == 2 and shared.device == apart.device
-        for expected, found in zip(
-            module.add_rms_norm(apart, residual, weight, 1e-5),
-            module.add_rms_norm(shared, residual, weight, 1e-5),
-            strict=True,
-        ):
-            assert torch.equal(expected, found)
+        expected = module.add_rms_norm(apart, residual, weight, 1e-5)
+        assert all(map(torch.equal, module.add_rms_norm(shared, residual, weight, 1e-5), expected))
     assert mine.uses.tolist() == [4, 3, 3, 2, 2, 2] and not mine.gave_up()
 
 
@@ -249,12 +246,8 @@ def test_more_rows_than_there_is_room_for_are_exchanged_in_pieces(device, module
     residual, weight = torch.randn(rows, 24, device=device), torch.randn(24, device=device)
     total = torch.zeros(rows, 2, 24, device=device)[:, 1]
     shared, apart = SharedSums(parts[0], torch.float32, mine), SplitSums(gathered, torch.float32)
-    for expected, found in zip(
-        module.add_rms_norm(apart, residual, weight, 1e-5),
-        module.add_rms_norm(shared, residual, weight, 1e-5, total=total),
-        strict=True,
-    ):
-        assert torch.equal(expected, found)
+    expected = module.add_rms_norm(apart, residual, weight, 1e-5)
+    assert all(map(torch.equal, module.add_rms_norm(shared, residual, weight, 1e-5, total=total), expected))
     assert mine.uses.tolist() == [2] * (ROWS - 1) + [1] and not mine.gave_up()
 
 
@@ -273,12 +266,8 @@ def test_look_ups_are_those_of_the_whole_table(device, module, rank):
             leave(other, part[ROWS:])
     shared = SharedRows(own[rank], everybody[rank])
     assert shared.shape == table.shape and shared.dtype == table.dtype and shared.device == table.device
-    for expected, found in zip(
-        module.embed_rms_norm(tokens, table, weight, 1e-5),
-        module.embed_rms_norm(tokens, shared, weight, 1e-5),
-        strict=True,
-    ):
-        assert torch.equal(expected, found)
+    expected = module.embed_rms_norm(tokens, table, weight, 1e-5)
+    assert all(map(torch.equal, module.embed_rms_norm(tokens, shared, weight, 1e-5), expected))
     assert not everybody[rank].gave_up()
 
 
@@ -395,13 +384,12 @@ def test_memory_is_opened_once_without_multicast(symmetric_memory, monkeypatch):
     assert ranks.peers is peers and ranks.met == 1
     ranks.open_memory(40, torch.device("cpu"))  # of a wider model; graphs of the other go on
     assert ranks.peers.row_bytes == 160 and ranks.met == 2
-    event = SimpleNamespace(query=lambda: True)
-    ranks.wait_for(event)
+    ranks.wait_for(DONE)
     peers.failed_on_host[0] = 1  # a graph of the narrower model gave up waiting
     with pytest.raises(RanksError, match="another rank's part did not arrive in a kernel"):
-        ranks.wait_for(event)
+        ranks.wait_for(DONE)
     with pytest.raises(RanksError, match="gone or hangs"):
-        ranks.wait_for(SimpleNamespace(query=lambda: False), 0.01)
+        ranks.wait_for(WAITING, 0.01)
     assert peers.failed[0] == ranks.peers.failed[0] == 1, "no graph waits any more"
 
 
@@ -421,7 +409,7 @@ def test_memory_that_was_opened_in_inference_mode_is_given_up(symmetric_memory):
         ranks.open_memory(30, torch.device("cpu"))
         ranks.peers.signals[1][0, 0] = 1
     with pytest.raises(RanksError, match="gone or hangs"):
-        ranks.wait_for(SimpleNamespace(query=lambda: False), 0.01)
+        ranks.wait_for(WAITING, 0.01)
     assert ranks.peers.failed.tolist() == [1]
     ranks.peers.exchanged(torch.ones(2, 8))  # writes in place
 
@@ -430,7 +418,7 @@ def test_a_rank_says_that_others_are_lost_whatever_else_fails(monkeypatch):
     (peers,) = ranks_memory("cpu", 1)
     monkeypatch.setattr(PeerMemory, "give_up", lambda _: 1 / 0)
     with pytest.raises(RanksError, match="gone or hangs"):
-        Gathering(0, 2, None, None, None, peers=peers).wait_for(SimpleNamespace(query=lambda: False), 0.01)
+        Gathering(0, 2, None, None, None, peers=peers).wait_for(WAITING, 0.01)
 
 
 def test_behind_a_failure_nothing_is_exchanged(monkeypatch):
@@ -452,7 +440,7 @@ def test_behind_a_failure_nothing_is_exchanged(monkeypatch):
         with pytest.raises(RanksError, match="gone or hangs; end all ranks and start again .Connection closed by peer"):
             exchange()
     with pytest.raises(RanksError, match="Connection closed"):
-        ranks.wait_for(SimpleNamespace(query=lambda: True))
+        ranks.wait_for(DONE)
     assert len(asked) == 1 and asked[0][1].total_seconds() == ranks_module.BETWEEN_SECONDS
 
 
@@ -581,20 +569,20 @@ def test_a_wait_ends_where_the_process_of_a_rank_has(monkeypatch):
         assert not peers.gave_up()
         child.kill()
         with pytest.raises(RanksError, match=r"the processes of ranks \[1\] have ended; end all ranks"):
-            ranks.wait_for(SimpleNamespace(query=lambda: False), 30)  # nobody has asked how it ended: a zombie
+            ranks.wait_for(WAITING, 30)  # nobody has asked how it ended: a zombie
         child.wait()
         with pytest.raises(RanksError, match=r"the processes of ranks \[1\] have ended"):
-            ranks.wait_for(SimpleNamespace(query=lambda: False), 30)
+            ranks.wait_for(WAITING, 30)
     assert peers.gave_up() and peers.failed.tolist() == [1]
 
 
 def test_what_a_norm_has_waited_for_in_vain_is_an_error():
     (peers,) = ranks_memory("cpu", 1)
-    ranks, event = Gathering(0, 2, None, None, None, peers=peers), SimpleNamespace(query=lambda: True)
-    ranks.wait_for(event)
+    ranks = Gathering(0, 2, None, None, None, peers=peers)
+    ranks.wait_for(DONE)
     peers.failed_on_host[0] = 1
     with pytest.raises(RanksError, match="another rank's part did not arrive in a kernel"):
-        ranks.wait_for(event)
+        ranks.wait_for(DONE)
 
 
 @pytest.mark.parametrize("what", ["kernel", "reference"])

@@ -17,6 +17,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import NAN, Request, RunningRequest
 from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.ops import prompt_attention
 from tests.failing import failing
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, WARM, alone, drain, prompt
 from tests.test_engine import engine_for
@@ -100,16 +101,15 @@ def test_a_prompt_that_is_overwritten_while_it_waits_is_another_one(prefixes):
         buffer.copy_(second)
         batch.enter_all([Request(buffer, 9)])
         got: dict[int, list[int]] = {}
-        while batch.running:
-            steps_of(batch, got, 1)
+        steps_to_end(batch, got)
     assert got == {slot: alone(plain, Request(tokens, 9), PLAIN) for slot, tokens in enumerate((first, second))}
 
 
-def packing(**options):
-    """Two engines of one model: prompts in pieces, and one by one."""
+def packing(packed=True, **options):
+    """Two engines of one model: prompts in pieces, unless packed is False, and one by one."""
     model = tiny_model(**options)
     engines = [engine_for(model) for _ in range(2)]
-    engines[0].pack_prompts = True
+    engines[0].pack_prompts = packed
     return engines
 
 
@@ -193,11 +193,15 @@ def steps_of(batch: Batch, slots: dict[int, list[int]], count: int) -> None:
             slots.setdefault(row.slot, []).extend(row.tokens)
 
 
+def steps_to_end(batch: Batch, slots: dict[int, list[int]]) -> None:
+    while batch.running:
+        steps_of(batch, slots, 1)
+
+
 @pytest.mark.parametrize(("packed", "in_flight"), [(True, 2), (False, 1)], ids=["packed", "in-turn"])
 def test_prompts_are_read_between_steps(packed, in_flight):
     """A long prompt is read bit by bit while others decode, which notice nothing of it."""
-    engine, plain = packing(**WARM)
-    engine.pack_prompts = packed
+    engine, plain = packing(packed, **WARM)
     short = Request(prompt(9, 1, vocab=12), 24)
     long = Request(prompt(300, 2, vocab=12), 8, SamplingParams(temperature=1.0, seed=3))
     twin = replace(long, sampling=SamplingParams())
@@ -210,8 +214,7 @@ def test_prompts_are_read_between_steps(packed, in_flight):
         assert not batch.reading and batch.enter_all([long, twin]) == [1, 2] and batch.free == [3]
         steps_of(batch, got, 1)
         assert batch.reading == packed  # what is the twin's own; in turn, it takes all of the other's
-        while batch.running:
-            steps_of(batch, got, 1)
+        steps_to_end(batch, got)
     assert [got[slot] for slot in range(3)] == expected
 
 
@@ -230,8 +233,7 @@ def test_a_request_released_while_it_is_read_leaves_the_others(kept, prefixes):
         batch.release(3 - kept)
         assert batch.running == [0, kept] and batch.free == ([3] if kept == 2 and not prefixes else [3 - kept, 3])
         (late,) = batch.enter_all([Request(prompt(150, 4, vocab=12), 5)])
-        while batch.running:
-            steps_of(batch, got, 1)
+        steps_to_end(batch, got)
         assert batch.free == [0, 1, 2, 3]
     assert got[0] == alone(plain, running, PLAIN) and got[kept] == alone(plain, long, PLAIN)
     assert got[late] == alone(plain, Request(prompt(150, 4, vocab=12), 5), PLAIN)
@@ -255,16 +257,14 @@ def test_nan_after_a_prompt_ends_that_request_alone(packed):
         got = [token for row in rows if row.slot == 0 for token in row.tokens]
         batch.enter_all([good])
         results = {0: got, 1: []}
-        while batch.running:
-            steps_of(batch, results, 1)
+        steps_to_end(batch, results)
     assert results == {0: expected, 1: expected}
 
 
 @PACKED
 def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
     """On a GPU torch's operations run in it, with zeros for what the kernels would have written."""
-    engine, plain = packing(**WARM)
-    engine.pack_prompts = packed
+    engine, plain = packing(packed, **WARM)
     requests = [Request(prompt(9 + 30 * slot, slot, vocab=12), 16) for slot in range(4)]
     with Batch(engine, 4, engine.draft.read_tree(), 140) as batch:
         got: dict[int, list[int]] = {}
@@ -275,8 +275,7 @@ def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
             batch.enter_all([request])
             steps_of(batch, got, 2)
             assert batch.sequences.prompt_lengths[: slot + 1].tolist() == [9 + 30 * each for each in range(slot + 1)]
-        while batch.running:
-            steps_of(batch, got, 1)
+        steps_to_end(batch, got)
     assert got == {slot: alone(plain, request, PLAIN) for slot, request in enumerate(requests)}
 
 
@@ -368,8 +367,7 @@ def test_nan_logits_of_a_prompt_alone_end_the_request():
 
 @pytest.mark.parametrize(("packed", "at"), [(True, 1), (False, 2), (True, 3)])  # the layers of both, in turn
 def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypatch):
-    engine, plain = packing(**WARM)
-    engine.pack_prompts = packed
+    engine, plain = packing(packed, **WARM)
     running, long = Request(prompt(9, 1, vocab=12), 24), Request(prompt(600, 2, vocab=12), 8)
     with Batch(engine, 2, engine.draft.read_tree(), 640, prompt_tokens=128) as batch:
         got: dict[int, list[int]] = {}
@@ -380,8 +378,7 @@ def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypat
             patch.setattr(engine.ops, "rotary_append", failing(engine.ops.rotary_append, KeyboardInterrupt, at))
             batch.step()
         assert batch.reading and batch.running == [0, 1]
-        while batch.running:
-            steps_of(batch, got, 1)
+        steps_to_end(batch, got)
     assert got == {0: alone(plain, running, PLAIN), 1: alone(plain, long, PLAIN)}
 
 
@@ -394,11 +391,9 @@ def test_a_session_reads_as_many_tokens_before_a_step_as_it_is_told():
             session.submit(prompt(9), 60)
             session.step()
             session.submit(prompt(500, 3), 4)
-            steps = 0
-            while True:
+            steps = 1
+            while all(piece.index != 1 for piece in session.step()):
                 steps += 1
-                if any(piece.index == 1 for piece in session.step()):
-                    break
         assert steps == -(-500 // tokens)
     with pytest.raises(ValueError, match="prompt_tokens"):
         EAGLEConfig(prompt_tokens=0)
@@ -424,11 +419,9 @@ def stretches(monkeypatch):
 
 def reading_long_prompts(kernels=False, **options):
     """An engine that launches forwards over one long prompt as such, and one that reads prompts one by one."""
-    model = tiny_model(**options)
-    engines = [engine_for(model) for _ in range(2)]
-    engines[0].pack_prompts = engines[0].long_prompts = True
-    engines[0].ops = make_operations(kernels)
-    return engines
+    long, plain = packing(**options)
+    long.long_prompts, long.ops = True, make_operations(kernels)
+    return long, plain
 
 
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
@@ -469,8 +462,7 @@ def test_long_prompts_among_others_give_what_each_gives_alone(stretches):
         steps_of(batch, got, 5)
         assert stretches == [(128 * forward, 128 * forward + 128) for forward in range(1, 5)]
         batch.enter_all([second, third])
-        while batch.running:
-            steps_of(batch, got, 1)
+        steps_to_end(batch, got)
         assert stretches[4] == (448, 576)  # five pages are the first one's, and two pieces were read beside it
     assert got == dict(enumerate(expected))
 
@@ -488,8 +480,7 @@ def test_an_interrupt_while_a_long_prompt_is_read_loses_nothing(stretches, monke
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 steps_of(batch, got, 20)
-        while batch.running:
-            steps_of(batch, got, 1)
+        steps_to_end(batch, got)
     assert got == {0: alone(plain, running, PLAIN), 1: alone(plain, request, PLAIN)}
 
 
@@ -520,8 +511,6 @@ def test_a_shape_that_cannot_be_is_found_out_before(stretches, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels; test_graph.py has it on a GPU")
 def test_kernels_read_a_long_prompt_too(stretches, monkeypatch):
-    from eagle_triton.ops import prompt_attention
-
     monkeypatch.setattr(prompt_attention, "SEGMENTS", (128,))
     monkeypatch.setattr(prompt_attention, "_cudnn", torch_instead_of_cudnn)
     monkeypatch.setitem(SIZES, PIECE_ROWS, (1, 2))

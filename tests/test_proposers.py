@@ -118,12 +118,6 @@ def test_what_a_configuration_becomes(model):
         create_proposer("suffix", model)
 
 
-def test_drafts_of_a_proposer_are_taken(model, plain):
-    draft = create_proposer(SpeculativeConfig(method="suffix", num_speculative_tokens=5), model)
-    (row,), stats = EAGLEInference(draft, model).generate(PROMPTS[:1], LIMITS[0], stop_token_ids=())
-    assert torch.equal(row, plain[0]) and stats.accepted
-
-
 @pytest.mark.parametrize("strategy", ["greedy", "target_match", "rejection", "topp"])
 def test_verification_is_that_of_the_configuration(model, strategy):
     options = SpeculativeConfig(method="suffix", num_speculative_tokens=5, verify_strategy=strategy)
@@ -277,7 +271,7 @@ def test_options_of_a_tree_are_refused_where_the_draft_grows_its_own(model):
     assert "num_draft_tokens 20," in repr(EAGLEInference(None, model, tree))
 
 
-def test_a_draft_goes_with_its_own_configuration(model, plain):
+def test_a_draft_goes_with_its_own_configuration(model):
     config = SpeculativeConfig("eagle", num_speculative_tokens=2)
     eagle = EAGLEInference(create_proposer(config, model), model, config)
     assert eagle.policy(1).trees == (TreeSpec.chain(2),)

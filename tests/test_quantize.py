@@ -460,7 +460,7 @@ def test_transformers_loads_four_bits_in_bf16(demo_int4: QuantizedCheckpoint) ->
     assert decompressed(demo_int4.folder, torch.bfloat16) == 56
 
 
-def test_columns_decide_the_group(tmp_path: Path) -> None:
+def test_columns_decide_the_group() -> None:
     def group(columns: int) -> int:
         return quantize._group({"q": torch.Size((8, 256)), "down": torch.Size((8, columns))})
 

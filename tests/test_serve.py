@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,8 +40,9 @@ import openai
 import uvicorn
 
 from eagle_triton.engine.drafts.block import BlockDraft
+from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
-from eagle_triton.inference import Session
+from eagle_triton.inference import Session, SpeculativeConfig
 from eagle_triton.inference.session import StepInfo
 from eagle_triton.serve.answers import Answer
 from eagle_triton.serve.app import LONG, MAX_BYTES, Service, make_app
@@ -66,8 +68,8 @@ class Client:
     def __init__(self, port: int, key: str | None = None) -> None:
         self.port, self.key = port, key
         base = f"http://127.0.0.1:{port}/v1"
-        self.openai = openai.OpenAI(base_url=base, api_key=key or "none", max_retries=0)
         self._options = dict(base_url=base, api_key=key or "none", max_retries=0)
+        self.openai = openai.OpenAI(**self._options)
 
     @property
     def asynchronous(self) -> openai.AsyncOpenAI:
@@ -85,8 +87,6 @@ class Client:
 
     def ask(self, path: str, body: bytes | dict | None = None, method: str | None = None, **headers: str):
         """(status, headers, body as JSON or text)."""
-        from http.client import HTTPConnection
-
         if isinstance(body, dict):
             body = json.dumps(body).encode()
         sent = {"Content-Type": "application/json"} if body is not None else {}
@@ -300,7 +300,7 @@ def test_stops(client, alone):
     assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason == token
 
 
-def test_ignore_eos(client, alone):
+def test_ignore_eos(client):
     """The demo's end of text, made likely."""
     options = dict(max_tokens=12, logit_bias={"0": 100})
     ended = client.complete(**options).choices[0]
@@ -391,6 +391,22 @@ def test_a_base_model_reads_a_conversation_as_text(inference):
 # --- what makes no sense ---
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def chat(content, role: str = "user", **fields) -> dict:
+    """A chat of one message."""
+    return {"messages": [{"role": role, "content": content, **fields}]}
+
+
+def in_parts(**part) -> dict:
+    """A chat of one message with one part."""
+    return chat([part])
+
+
+def without_reasoning(field: str) -> dict:
+    return {**CHAT, "separate_reasoning": False, field: False}
+
+
 BAD = [
     ({}, "prompt", "prompt is missing"),
     ({"prompt": ""}, "prompt", "that is not empty"),
@@ -409,11 +425,7 @@ BAD = [
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 'got "5"'),
     ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", "got 5.5"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
-    (
-        {"prompt": "x", "max_tokens": 512},
-        "prompt",
-        "context length is 512 tokens: the prompt has 1, and the request asks for 512",
-    ),
+    ({"prompt": "x", "max_tokens": 512}, "prompt", "512 tokens: the prompt has 1, and the request asks for 512"),
     ({"prompt": "x " * 600}, "prompt", "context length is 512 tokens: the prompt has"),
     ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be greater than or equal to 0, got -1"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
@@ -437,16 +449,8 @@ BAD = [
         "stream_options.continuous_usage_stats",
         "must come with include_usage=true",
     ),
-    (
-        {**CHAT, "separate_reasoning": False, "include_reasoning": False},
-        "separate_reasoning",
-        "must be true with include_reasoning=false",
-    ),
-    (
-        {**CHAT, "separate_reasoning": False, "stream_reasoning": False},
-        "separate_reasoning",
-        "must be true with stream_reasoning=false",
-    ),
+    (without_reasoning("include_reasoning"), "separate_reasoning", "must be true with include_reasoning=false"),
+    (without_reasoning("stream_reasoning"), "separate_reasoning", "must be true with stream_reasoning=false"),
     ({"prompt": "x", "seed": 2**63}, "seed", "seed must be less than 9223372036854775808"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a", "must match pattern"),
     ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias.1", "must be less than or equal to 100, got 101"),
@@ -475,38 +479,22 @@ BAD = [
     ({"messages": "hello"}, "messages", "must be a valid list"),
     ({"messages": ["hello"]}, "messages.0", "must be an object"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "messages.0.content is missing"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
-    ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role", "must have at least 1 character"),
-    ({"messages": [{"role": "user", "content": ""}]}, "messages", "messages must give at least one token"),
-    ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "needs a chat template"),
-    ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "needs a chat template"),
-    ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "needs a chat template"),
+    (chat("x", "tool"), "messages.0.tool_call_id", "is missing"),
+    (chat("x", ""), "messages.0.role", "must have at least 1 character"),
+    (chat(""), "messages", "messages must give at least one token"),
+    (chat("x", name="a"), "messages.0.name", "needs a chat template"),
+    (chat("x", nam="a"), "messages.0.nam", "needs a chat template"),
+    (chat("x", n=1), "messages.0.n", "needs a chat template"),
+    (chat("x", "assistant", tool_calls=[{}]), "messages.0.tool_calls.0.id", "is missing"),
+    (in_parts(type="image_url"), "messages.0.content.0.type", "must be 'text'"),
+    (in_parts(type="text"), "messages.0.content.0.text", "is missing"),
+    (in_parts(type="text", text="x", n=1), "messages.0.content.0.n", "is an unknown field"),
     (
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages.0.tool_calls.0.id",
-        "is missing",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages.0.content.0.type",
-        "must be 'text'",
-    ),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is missing"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "n": 1}]}]},
-        "messages.0.content.0.n",
-        "is an unknown field",
-    ),
-    (
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "", "n": 1}}]}
-            ]
-        },
+        chat(None, "assistant", tool_calls=[{"id": "c", "function": {"name": "f", "arguments": "", "n": 1}}]),
         "messages.0.tool_calls.0.function.n",
         "is an unknown field",
     ),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "must be an object"),
+    (chat(["x"]), "messages.0.content.0", "must be an object"),
     ({**CHAT, "prompt": "x"}, "prompt", "prompt is an unknown field"),
     ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "must be equal, got 6 and 5"),
     ({**CHAT, "logprobs": 1}, "logprobs", "must be a valid boolean"),
@@ -527,18 +515,10 @@ def test_what_makes_no_sense_is_refused_by_its_name(client, body, param, message
 
 
 def test_null_counts_as_absent_and_what_asks_for_nothing_is_taken(client):
-    nothing = dict(
-        n=1, best_of=1, presence_penalty=0, frequency_penalty=0.0, echo=False, suffix="", user=None, stop=None,
-        logprobs=False,
+    body = dict(
+        prompt=PROMPT, max_tokens=2, n=1, best_of=1, presence_penalty=0, frequency_penalty=0.0, echo=False, suffix="",
+        logprobs=False, **dict.fromkeys(("user", "stop", "temperature", "logit_bias", "stream_options")),
     )  # fmt: skip
-    body = {
-        "prompt": PROMPT,
-        "max_tokens": 2,
-        "temperature": None,
-        "logit_bias": None,
-        "stream_options": None,
-        **nothing,
-    }
     status, _, answer = client.ask("/v1/completions", body)
     assert status == 200 and answer["choices"][0]["logprobs"] is None
     chat = dict(tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=0, logprobs=False)
@@ -665,13 +645,8 @@ def test_metrics_have_the_names_that_clients_read(client):
     assert client.metric("vllm:request_success_total", finished_reason="length") >= 1
     phases = (f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference"))
     sizes = (f"request_{what}" for what in ("prompt_tokens", "generation_tokens", "params_n", "params_max_tokens"))
-    others = (
-        "request_num_preemptions",
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "iteration_tokens_total",
-    )
-    for name in ("e2e_request_latency_seconds", *phases, *sizes, *others):
+    times = (f"{name}_seconds" for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"))
+    for name in ("request_num_preemptions", "iteration_tokens_total", *times, *phases, *sizes):
         assert client.metric(f"vllm:{name}_count") >= 1
     assert client.metric("vllm:cache_config_info") == 1 and client.metric("vllm:num_preemptions_total") == 0
     assert 0 <= client.metric("vllm:kv_cache_usage_perc") <= 1
@@ -713,21 +688,14 @@ def test_who_leaves_frees_the_slot_within_two_steps(server, client, monkeypatch)
 
 
 def test_a_request_that_fails_by_nan_gets_its_error_and_the_others_finish(client, alone):
-    async def ask():
-        async with client.asynchronous as made:
-            good = [
-                made.completions.create(model="demo", prompt=PROMPT, max_tokens=30, temperature=0) for _ in range(2)
-            ]
-            bad = [
-                made.completions.create(model="demo", prompt=[5, POISON, 7], max_tokens=30, stream=stream)
-                for stream in (False, True)
-            ]
-            return await asyncio.gather(*good, *bad, return_exceptions=True)
-
-    first, second, *failed = asyncio.run(ask())
-    assert first.choices[0].text == second.choices[0].text == alone(PROMPT, 30, temperature=0.0).text
-    for error in failed:
-        assert isinstance(error, openai.InternalServerError) and "NaN" in str(error)
+    with ThreadPoolExecutor(4) as pool:
+        good = [pool.submit(client.complete, max_tokens=30) for _ in range(2)]
+        bad = [pool.submit(client.complete, prompt=[5, POISON, 7], stream=stream) for stream in (False, True)]
+    for one in good:
+        assert one.result().choices[0].text == alone(PROMPT, 30, temperature=0.0).text
+    for one in bad:
+        with pytest.raises(openai.InternalServerError, match="NaN"):
+            one.result()
 
 
 def test_a_stream_that_fails_in_the_middle_ends_with_its_error(client, alone):
@@ -738,8 +706,6 @@ def test_a_stream_that_fails_in_the_middle_ends_with_its_error(client, alone):
 
 
 def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, monkeypatch, caplog):
-    from eagle_triton.engine.scheduler.batch import Batch
-
     original, failing = Batch._read_step, threading.Event()
 
     def read_step(batch):
@@ -750,24 +716,16 @@ def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, mon
 
     monkeypatch.setattr(Batch, "_read_step", read_step)
 
-    async def ask():
-        async with client.asynchronous as made:
-            asked = [
-                made.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0) for _ in range(7)
-            ]
-            failing.set()
-            return await asyncio.gather(*asked, return_exceptions=True)
-
-    answers = asyncio.run(ask())
-    failed = [answer for answer in answers if isinstance(answer, Exception)]
+    with ThreadPoolExecutor(7) as pool:
+        failing.set()
+        asked = [pool.submit(client.complete, max_tokens=40) for _ in range(7)]
+    failed = [error for one in asked if (error := one.exception())]
     assert len(failed) == 4 and all("the engine failed in a step" in str(error) for error in failed)
     assert "out of everything" in caplog.text
     assert client.ask("/health")[0] == 200 and not server.engine._live and not server.engine._line
 
 
 def test_a_request_that_makes_entering_fail_does_not_come_again(client, alone, monkeypatch):
-    from eagle_triton.engine.scheduler.batch import Batch
-
     original = Batch.enter_all
 
     def enter_all(batch, requests):
@@ -1026,13 +984,15 @@ WRONG = {
     "nowhere/at/all/": "MODEL must be a directory or a hub id",
     "--config nowhere.yaml": "--config must be a file, and nowhere.yaml does not exist",
     "--num-draft-tokens none": "--num-draft-tokens must be a whole number",
+    "--max-model-len 4096 --port 0 --device cpu": "-len must be at most the model's 2048 positions, got 4096",
 }
 
 
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_arguments_are_one_sentence(line, capsys, forked_engine):
+    """The last one is found out when the model is loaded, and ends the engine's process too."""
     told = refusal(capsys, *line.split())
-    assert WRONG[line] in told and told.count("\n") == 1
+    assert WRONG[line] in told and told.count("\n") == 1 and not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
@@ -1096,22 +1056,12 @@ def test_other_ranks_leave_the_answering_to_rank_0(monkeypatch):
 
 def test_drafters_by_name(inference):
     target = inference.pair.target_model
-    configs = {
-        (None, None, 0): EAGLEConfig(speculative=serve_config("naive")),
-        (None, "suffix", 0): EAGLEConfig(speculative=serve_config("suffix", num_speculative_tokens=4)),
-        (None, "ngram", 0): EAGLEConfig(speculative=serve_config("ngram", num_speculative_tokens=4)),
-        (None, "nasd", 0): EAGLEConfig(speculative=serve_config("nasd", num_speculative_tokens=4)),
-        ("eagle", "suffix", 0): EAGLEConfig(suffix_drafts=4),
-    }
-    for (model, text, chain), config in configs.items():
-        read = Drafters.read(EAGLEInference(None, target, config))
-        assert read == Drafters(model, text, chain)
-
-
-def serve_config(method: str, **options):
-    from eagle_triton.inference import SpeculativeConfig
-
-    return SpeculativeConfig(method=method, **options)
+    configs: dict = {(None, None): SpeculativeConfig(method="naive")}
+    for method in ("suffix", "ngram", "nasd"):
+        configs[None, method] = SpeculativeConfig(method=method, num_speculative_tokens=4)
+    configs = {names: EAGLEConfig(speculative=speculative) for names, speculative in configs.items()}
+    for (model, text), config in (configs | {("eagle", "suffix"): EAGLEConfig(suffix_drafts=4)}).items():
+        assert Drafters.read(EAGLEInference(None, target, config)) == Drafters(model, text, 0)
 
 
 @pytest.fixture
@@ -1255,13 +1205,6 @@ def open_failing(inference: EAGLEInference):
 def test_what_cannot_be_loaded_in_another_process_is_said_here(forked_engine):
     with pytest.raises(OSError, match="401 Client Error"):
         EngineProcess(load_tiny, SimpleNamespace(error="hub"))
-
-
-def test_what_is_found_out_behind_loading_ends_the_engines_process_too(capsys, forked_engine):
-    told = refusal(capsys, "--max-model-len", "4096", "--port", "0", "--device", "cpu")
-    assert told.count("\n") == 1
-    assert "--max-model-len must be at most the model's 2048 positions, got 4096" in told
-    assert not multiprocessing.active_children()
 
 
 def test_what_waits_is_refused_at_once_and_what_runs_at_the_deadline():

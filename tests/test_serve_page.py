@@ -67,7 +67,7 @@ def ask(page, prompt: str, **fields: str) -> None:
     page.click("#start")
 
 
-def test_an_answer_with_its_drafts(page, server, inference):
+def test_an_answer_with_its_drafts(page, server):
     page.wait_for_function("document.querySelector('#model').textContent !== ''")
     assert page.inner_text("#model") == "demo, 512 tokens of prompt and answer"
     want = server.client.complete(max_tokens=60)

@@ -73,7 +73,7 @@ def test_the_events_of_a_text(client):
         assert "".join(one.delta for one in stream if one.type == "response.output_text.delta") == text
 
 
-def test_calls_and_reasoning_are_items(answering, server):  # noqa: F811
+def test_calls_and_reasoning_are_items(answering):  # noqa: F811
     client = answering(CALLS)
     response = client.openai.responses.create(model="demo", input="x", tools=[TOOL])
     kinds = [item.type for item in response.output]
@@ -319,7 +319,7 @@ def ended(client, name: str) -> openai.types.responses.Response:
     return client.openai.responses.retrieve(name)
 
 
-def test_a_response_in_the_background(client, server):  # noqa: F811
+def test_a_response_in_the_background(client):
     body = dict(model="demo", input=PROMPT, max_output_tokens=12, temperature=0)
     queued = client.openai.responses.create(**body, background=True)
     assert (queued.status, queued.background, queued.output, queued.usage) == ("queued", True, [], None)
@@ -331,7 +331,7 @@ def test_a_response_in_the_background(client, server):  # noqa: F811
         client.openai.responses.cancel(at_once.id)
 
 
-def test_a_response_in_the_background_can_be_cancelled(client, server):  # noqa: F811
+def test_a_response_in_the_background_can_be_cancelled(client):
     """Its slot is free then, and nothing goes on with it before."""
     body = dict(model="demo", input=PROMPT, temperature=0, background=True)
     queued = client.openai.responses.create(**body)

@@ -546,7 +546,7 @@ def test_tools_that_make_no_sense_are_refused_by_name(server, body, param, messa
         (TEMPLATE + "{{ tools }}", "this model's chat template writes calls"),
     ],
 )
-def test_templates_without_tools_refuse_them(answering, server, template, message):
+def test_templates_without_tools_refuse_them(answering, template, message):
     client = answering("x", template)
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat(messages=[USER], tools=[TOOL])

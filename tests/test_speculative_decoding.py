@@ -21,9 +21,18 @@ from eagle_triton import speculative_decoding as library
 from eagle_triton.speculative_decoding import egag, printing
 from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import Text
+from tests.failing import check_refused
+from tests.tiny import random_matrices
 
 VOCABULARY = 32
 NEVER = 10**6  # an end token that no model emits
+
+
+def traced(generate: Callable, *args: object, **options: object) -> tuple[list[library.StepRecord], list[int], float]:
+    """The records of a generation's steps, its tokens and its rate."""
+    trace: list[library.StepRecord] = []
+    tokens, rate = generate(*args, trace=trace, **options)
+    return trace, tokens, rate
 
 
 class TableModel(torch.nn.Module):
@@ -53,7 +62,7 @@ def tiny_llama(seed: int, layers: int = 1, vocab: int = VOCABULARY, family: str 
         num_key_value_heads=1, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None,
         **more,
     )  # fmt: skip
-    return lively(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    return random_matrices(getattr(transformers, f"{family}ForCausalLM")(config), 0.3)
 
 
 def tiny_t5(seed: int):
@@ -61,14 +70,7 @@ def tiny_t5(seed: int):
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
-    return lively(transformers.T5ForConditionalGeneration(config).eval())
-
-
-def lively(model):
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.3)
-    return model
+    return random_matrices(transformers.T5ForConditionalGeneration(config), 0.3)
 
 
 def kin(model, noise: float = 0.03):
@@ -148,13 +150,17 @@ class TestGreedyIsTheTargets:
 
     @pytest.mark.parametrize("use_cache", [False, True], ids=["", "cache"])
     @pytest.mark.parametrize("options", EGAG_OPTIONS)
-    def test_speculative(self, pair, alone, options, use_cache):
+    @pytest.mark.parametrize("codec", [False, True], ids=["decoder", "encoder-decoder"])
+    def test_speculative(self, pair, alone, codec_pair, codec_alone, codec, options, use_cache):
+        generate, models, want = library.speculative_generate, pair, alone
+        own: dict = dict(max_gen_len=16, gamma=4, engine=False)
+        if codec:
+            generate, models, want = library.speculative_generate_encoder_decoder, codec_pair, codec_alone
+            own = dict(max_gen_len=10)
         rates = []
         for prompt in prompts(4 if use_cache else 10):
-            tokens, rate = library.speculative_generate(
-                prompt, *pair, max_gen_len=16, gamma=4, use_cache=use_cache, engine=False, **options
-            )
-            assert tokens == alone[tuple(prompt)]
+            tokens, rate = generate(prompt, *models, use_cache=use_cache, **own, **options)
+            assert tokens == want[tuple(prompt)] and (tokens[0] == 0 or not codec)
             rates.append(rate)
         assert 0.2 < sum(rates) / len(rates) < 1
 
@@ -163,26 +169,13 @@ class TestGreedyIsTheTargets:
     def test_ngram_assisted(self, pair, alone, storage, n, filler, stop):
         accepted = 0
         for number, prompt in enumerate(prompts()):
-            trace: list[library.StepRecord] = []
-            tokens, _ = library.ngram_assisted_speculative_generate(
-                prompt, storage(n, VOCABULARY), pair[1], max_gen_len=16, filler_top_k=filler, stop_if_unknown=stop,
-                use_cache=number % 2 == 0, trace=trace, engine=False,
+            trace, tokens, _ = traced(
+                library.ngram_assisted_speculative_generate, prompt, storage(n, VOCABULARY), pair[1], max_gen_len=16,
+                filler_top_k=filler, stop_if_unknown=stop, use_cache=number % 2 == 0, engine=False,
             )  # fmt: skip
             assert tokens == alone[tuple(prompt)]
             accepted += sum(step.accepted for step in trace)
         assert accepted > 0
-
-    @pytest.mark.parametrize("use_cache", [False, True], ids=["", "cache"])
-    @pytest.mark.parametrize("options", EGAG_OPTIONS)
-    def test_encoder_decoder(self, codec_pair, codec_alone, options, use_cache):
-        rates = []
-        for prompt in prompts(4 if use_cache else 10):
-            tokens, rate = library.speculative_generate_encoder_decoder(
-                prompt, *codec_pair, max_gen_len=10, use_cache=use_cache, **options
-            )
-            assert tokens == codec_alone[tuple(prompt)] and tokens[0] == 0
-            rates.append(rate)
-        assert 0.2 < sum(rates) / len(rates) < 1
 
     def test_a_drafter_that_is_never_right(self):
         target, drafter = follows(1, 2, 3, 4, 5, 6, 7, 8, 9, 0), follows(9)
@@ -265,10 +258,9 @@ class TestSampledLaws:
         proposed = []
 
         def run() -> list[int]:
-            trace: list[library.StepRecord] = []
-            tokens, _ = library.speculative_generate(
-                [0], drafter, target, gamma=2, logits_processor=choices, max_gen_len=count, eos_tokens_id=NEVER,
-                first_target=False, trace=trace, **options,
+            trace, tokens, _ = traced(
+                library.speculative_generate, [0], drafter, target, gamma=2, logits_processor=choices,
+                max_gen_len=count, eos_tokens_id=NEVER, first_target=False, **options,
             )  # fmt: skip
             proposed.append(trace[0].proposed)
             return tokens
@@ -307,10 +299,10 @@ class TestSampledLaws:
         proposed = []
 
         def run() -> list[int]:
-            trace: list[library.StepRecord] = []
-            tokens, _ = library.ngram_assisted_speculative_generate(
-                [1, 0, 3, 0], storage(2, 4), target, gamma=2, logits_processor=choices, max_gen_len=count,
-                eos_tokens_id=NEVER, first_target=False, stop_if_unknown=stop, trace=trace,
+            trace, tokens, _ = traced(
+                library.ngram_assisted_speculative_generate, [1, 0, 3, 0], storage(2, 4), target, gamma=2,
+                logits_processor=choices, max_gen_len=count, eos_tokens_id=NEVER, first_target=False,
+                stop_if_unknown=stop,
             )  # fmt: skip
             proposed.append(trace[0].proposed)
             return tokens
@@ -344,10 +336,9 @@ class TestSampledLaws:
 class TestCounts:
     def test_an_identical_drafter_is_always_right(self, pair):
         for processor in (library.GreedyProcessor(), library.MultinomialProcessor(0.7), library.TopKProcessor(1, 4)):
-            trace: list[library.StepRecord] = []
-            tokens, rate = library.speculative_generate(
-                [4, 5, 6], pair[1], pair[1], gamma=4, max_gen_len=41, eos_tokens_id=NEVER, logits_processor=processor,
-                trace=trace, generator=torch.Generator().manual_seed(0),
+            trace, tokens, rate = traced(
+                library.speculative_generate, [4, 5, 6], pair[1], pair[1], gamma=4, max_gen_len=41,
+                eos_tokens_id=NEVER, logits_processor=processor, generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
             assert rate == 1.0 and len(tokens) == 41
             assert [step.emitted for step in trace] == [5] * 8  # tau is gamma + 1
@@ -359,10 +350,9 @@ class TestCounts:
         """100 tokens in all: a step proposes no more than it can use."""
         model = follows(1, 2, 3, 4, 5, 6, 7, 8, 9, 0)
         model.table *= 3
-        trace: list[library.StepRecord] = []
-        tokens, rate = library.speculative_generate(
-            [0] * length, model, model, gamma=5, max_gen_len=100 - length, eos_tokens_id=NEVER, first_target=False,
-            trace=trace, **options,
+        trace, tokens, rate = traced(
+            library.speculative_generate, [0] * length, model, model, gamma=5, max_gen_len=100 - length,
+            eos_tokens_id=NEVER, first_target=False, **options,
         )  # fmt: skip
         assert trace[0].proposed == proposed and len(tokens) == 100 - length
         assert rate == (1.0 if proposed else 0.0)
@@ -380,8 +370,7 @@ class TestCounts:
             assert len(tokens) == max_gen_len and rate == 0.0
 
     def test_rate_is_the_traces(self, pair):
-        trace: list[library.StepRecord] = []
-        tokens, rate = library.speculative_generate([9, 9, 4], *pair, use_egag=True, eos_tokens_id=NEVER, trace=trace)
+        trace, tokens, rate = traced(library.speculative_generate, [9, 9, 4], *pair, use_egag=True, eos_tokens_id=NEVER)
         assert rate == sum(step.accepted for step in trace) / sum(step.proposed for step in trace)
         assert len(tokens) == 1 + sum(step.emitted for step in trace)
         for before, step in itertools.pairwise([None, *trace]):
@@ -426,8 +415,7 @@ class TestEnd:
 
     def test_nothing_is_drafted_behind_it(self):
         model = follows(*self.target)
-        trace: list[library.StepRecord] = []
-        library.speculative_generate([0], model, model, eos_tokens_id=4, gamma=9, trace=trace)
+        trace, *_ = traced(library.speculative_generate, [0], model, model, eos_tokens_id=4, gamma=9)
         assert trace == [(None, None, 9, 3, 3, 3)]
 
     def test_first_token(self):
@@ -473,11 +461,9 @@ class TestCache:
         prompt = prompts(1)[0] * 3
         for drafter in (pair[0], kin(pair[1], noise=0.0)):
             drafts = self.given(drafter, monkeypatch)
-            trace: list[library.StepRecord] = []
             targets.clear()
-            library.speculative_generate(
-                prompt, drafter, pair[1], gamma=3, use_cache=True, eos_tokens_id=NEVER, trace=trace, engine=False
-            )
+            options = dict(gamma=3, use_cache=True, eos_tokens_id=NEVER, engine=False)
+            trace, *_ = traced(library.speculative_generate, prompt, drafter, pair[1], **options)
             assert targets == [len(prompt), *[step.proposed + 1 for step in trace]]
             new = [len(prompt) + 1, *[1 + (step.accepted == step.proposed) for step in trace]]  # 2: its last draft too
             expected = [[first, 1, 1][: step.proposed] for first, step in zip(new, trace, strict=False)]
@@ -565,12 +551,12 @@ class TestPruneCache:
         assert (cache.get_seq_length(), cache.cross_attention_cache.get_seq_length()) == (3, 7)
 
     def test_refusals(self):
-        for discard in (-1, 6):
-            with pytest.raises(ValueError, match=str(discard)):
-                library.prune_cache(self.filled(), discard)
         window = DynamicCache(config=tiny_llama(0, family="Mistral", sliding_window=6).config)
-        with pytest.raises(ValueError, match="layer 0 is a DynamicSlidingWindowLayer"):
-            library.prune_cache(window, 0)
+        check_refused(
+            ("-1", lambda: library.prune_cache(self.filled(), -1)),
+            ("6", lambda: library.prune_cache(self.filled(), 6)),
+            ("layer 0 is a DynamicSlidingWindowLayer", lambda: library.prune_cache(window, 0)),
+        )
         with pytest.raises(TypeError, match="list"):
             library.prune_cache([], 1)
 
@@ -703,21 +689,19 @@ class TestEGAG:
 
     def test_it_starts_anew_with_each_generation_and_costs_no_forward(self, pair):
         drafter = TableModel(torch.linspace(0, 8, VOCABULARY).expand(VOCABULARY, VOCABULARY))
-        traces: list[list[library.StepRecord]] = [[], []]
-        for trace in traces:
+        options, traces = dict(use_egag=True, egag_ema_beta=0.5, eos_tokens_id=NEVER), []
+        for _ in range(2):
             drafter.given.clear()
-            library.speculative_generate(
-                [4], drafter, pair[1], use_egag=True, egag_ema_beta=0.5, eos_tokens_id=NEVER, trace=trace
-            )
-            assert len(drafter.given) == sum(step.proposed for step in trace)
+            traces.append(traced(library.speculative_generate, [4], drafter, pair[1], **options)[0])
+            assert len(drafter.given) == sum(step.proposed for step in traces[-1])
         assert traces[0] == traces[1] and traces[0][0].h_ema == traces[0][0].h_norm
 
     def test_the_entropy_is_of_raw_logits(self):
         """Greedy q has entropy 0, which would always mean gamma_max."""
         drafter = follows(1, 2, 3)
         drafter.table /= 20
-        trace: list[library.StepRecord] = []
-        library.speculative_generate([0], drafter, drafter, use_egag=True, gamma=6, eos_tokens_id=NEVER, trace=trace)
+        options = dict(use_egag=True, gamma=6, eos_tokens_id=NEVER)
+        trace, *_ = traced(library.speculative_generate, [0], drafter, drafter, **options)
         assert trace[0].h_norm > 0.9 and trace[0].gamma == 1
 
     def test_stop(self):
@@ -729,12 +713,8 @@ class TestEGAG:
         model = TableModel(table)
 
         def first(**options: object) -> library.StepRecord:
-            trace: list[library.StepRecord] = []
-            library.speculative_generate(
-                [0], model, model, use_egag=True, egag_mode="stop", gamma=5, eos_tokens_id=NEVER, first_target=False,
-                trace=trace, **options,
-            )  # fmt: skip
-            return trace[0]
+            fixed = dict(use_egag=True, egag_mode="stop", gamma=5, eos_tokens_id=NEVER, first_target=False)
+            return traced(library.speculative_generate, [0], model, model, **fixed, **options)[0][0]
 
         assert first(egag_stop_threshold=0.36)[2:] == (2, 2, 2, 3)
         assert first(egag_stop_threshold=0.35)[2:] == (5, 5, 5, 6)
@@ -782,9 +762,8 @@ class TestVocabularies:
     def test_a_token_that_the_drafter_lacks(self):
         """The target alone knows tokens 8 and 9: behind them it goes on without drafts."""
         target, drafter = follows(1, 8, 1, 1, 1, 1, 1, 1, 9, 0), follows(1, 2, 3, vocabulary=8)
-        trace: list[library.StepRecord] = []
-        tokens, _ = library.speculative_generate(
-            [0], drafter, target, [None] * 8, max_gen_len=5, eos_tokens_id=NEVER, trace=trace
+        trace, tokens, _ = traced(
+            library.speculative_generate, [0], drafter, target, [None] * 8, max_gen_len=5, eos_tokens_id=NEVER
         )
         assert tokens == [1, 8, 9, 0, 1] and [step.proposed for step in trace] == [3, 0, 0, 0]
 
@@ -880,22 +859,17 @@ class TestStorages:
         assert own.generator.initial_seed() == 5
 
     def test_refusals(self, pair):
-        with pytest.raises(ValueError, match="n must be at least 2.*got 1"):
-            library.NGramStorage(1, 10)
-        with pytest.raises(ValueError, match="vocab_size"):
-            library.OneLevelNGramStorage(2, 0)
         with pytest.raises(TypeError):
             library.INgramStorage(2, 10)
         storage = library.NGramStorage(2, VOCABULARY)
-        for call in (
-            lambda: storage.next_token(torch.tensor([1])),
-            lambda: storage.initialize(torch.tensor([1])),
-            lambda: storage.update(torch.tensor([[1]]), torch.tensor([1])),
-        ):
-            with pytest.raises(ValueError, match=r"must be \[B, T\]"):
-                call()
-        with pytest.raises(ValueError, match="2 sequences"):
-            storage.update(torch.tensor([[1], [2]]), torch.tensor([[1]]))
+        check_refused(
+            ("n must be at least 2.*got 1", lambda: library.NGramStorage(1, 10)),
+            ("vocab_size", lambda: library.OneLevelNGramStorage(2, 0)),
+            (r"must be \[B, T\]", lambda: storage.next_token(torch.tensor([1]))),
+            (r"must be \[B, T\]", lambda: storage.initialize(torch.tensor([1]))),
+            (r"must be \[B, T\]", lambda: storage.update(torch.tensor([[1]]), torch.tensor([1]))),
+            ("2 sequences", lambda: storage.update(torch.tensor([[1], [2]]), torch.tensor([[1]]))),
+        )
         for options, said in (
             ({"gamma": 0}, "gamma must be at least 1"),
             ({"filler_top_k": 0}, r"filler_top_k must lie in 1..32, got 0"),
@@ -913,9 +887,9 @@ class TestNgramAssisted:
     cycle = (1, 2, 3, 4, 0, 0, 0, 0, 0, 0)
 
     def generate(self, storage: library.INgramStorage, **options: object):
-        trace: list[library.StepRecord] = []
-        settings: dict = {"max_gen_len": 12, "eos_tokens_id": NEVER, "filler_top_k": 1, "trace": trace, **options}
-        tokens, rate = library.ngram_assisted_speculative_generate([0, 1], storage, follows(*self.cycle), **settings)
+        settings: dict = {"max_gen_len": 12, "eos_tokens_id": NEVER, "filler_top_k": 1, **options}
+        generate = library.ngram_assisted_speculative_generate
+        trace, tokens, rate = traced(generate, [0, 1], storage, follows(*self.cycle), **settings)
         assert tokens == list(itertools.islice(itertools.cycle([2, 3, 4, 0, 1]), settings["max_gen_len"]))
         return trace, rate
 
@@ -1087,30 +1061,29 @@ def test_bad_calls_are_refused_before_a_model_runs(pair, codec_pair, kind, promp
             library.speculative_generate_encoder_decoder(prompt, *codec_pair, **options)
 
 
-def test_what_is_no_model_or_storage_is_refused(pair):
-    with pytest.raises(TypeError, match="the drafter must be a language model of transformers, got NoneType"):
-        library.speculative_generate([3], None, pair[1])
-    with pytest.raises(TypeError, match="the target must be a language model of transformers, got list"):
-        library.speculative_generate([3], pair[0], [pair[1]])
-    with pytest.raises(TypeError, match="ngramstorage must be an NGramStorage"):
-        library.ngram_assisted_speculative_generate([3], pair[0], pair[1])
-
-
-def test_half_a_draft_is_refused(pair):
-    with pytest.raises(TypeError, match="gamma must be an integer, got 2.5"):
-        library.speculative_generate([3], *pair, gamma=2.5)
-    with pytest.raises(TypeError, match="gamma must be an integer, got 2.5"):
-        storage = library.NGramStorage(3, VOCABULARY)
-        library.ngram_assisted_speculative_generate([3], storage, pair[1], gamma=2.5)
+def test_what_is_no_model_storage_or_draft_is_refused(pair):
+    speculative, assisted = library.speculative_generate, library.ngram_assisted_speculative_generate
+    storage = library.NGramStorage(3, VOCABULARY)
+    check_refused(
+        ("the drafter must be a language model of transformers, got NoneType", lambda: speculative([3], None, pair[1])),
+        ("the target must be a language model of transf.*, got list", lambda: speculative([3], pair[0], [pair[1]])),
+        ("ngramstorage must be an NGramStorage", lambda: assisted([3], pair[0], pair[1])),
+        ("gamma must be an integer, got 2.5", lambda: speculative([3], *pair, gamma=2.5)),
+        ("gamma must be an integer, got 2.5", lambda: assisted([3], storage, pair[1], gamma=2.5)),
+        error=TypeError,
+    )
 
 
 def test_a_prompt_longer_than_the_positions_is_refused(pair):
-    with pytest.raises(ValueError, match="129 tokens, more than the 128 positions of the target"):
-        library.ngram_assisted_speculative_generate([3] * 129, library.NGramStorage(2, VOCABULARY), pair[1])
-    with pytest.raises(ValueError, match="positions of the drafter"):
-        library.speculative_generate([3] * 129, *pair)
-    with pytest.raises(ValueError, match="positions of the model"):
-        library.autoregressive_generate([3] * 129, pair[1])
+    long, storage = [3] * 129, library.NGramStorage(2, VOCABULARY)
+    check_refused(
+        (
+            "129 tokens, more than the 128 positions of the target",
+            lambda: library.ngram_assisted_speculative_generate(long, storage, pair[1]),
+        ),
+        ("positions of the drafter", lambda: library.speculative_generate(long, *pair)),
+        ("positions of the model", lambda: library.autoregressive_generate(long, pair[1])),
+    )
 
 
 def test_nan_is_said():

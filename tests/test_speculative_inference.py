@@ -236,10 +236,9 @@ def test_ties_at_the_cut_follow_the_law_of_transformers(strategy, filters, monke
     prompts = [torch.tensor([index % MEMORYLESS]) for index in range(100)]
     rows, stats = EAGLEInference(None, model, config).generate(prompts, 60, **filters)
     assert stats["total_accepted_tokens"] > 500
-    for processor in ([TopKLogitsWarper(filters["top_k"])] if "top_k" in filters else []) + [
-        TopPLogitsWarper(filters["top_p"])
-    ]:
-        scores = processor(None, scores)
+    if "top_k" in filters:
+        scores = TopKLogitsWarper(filters["top_k"])(None, scores)
+    scores = TopPLogitsWarper(filters["top_p"])(None, scores)
     law, sequences = scores.double().softmax(-1), torch.stack(rows)
     seen = torch.zeros_like(law)
     one = torch.ones(sequences[:, 1:].numel(), dtype=torch.float64)
@@ -407,12 +406,10 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
     eagle = EAGLEInference(None, model, EAGLEConfig(topk=2, num_steps=2, num_draft_tokens=4, fallback=fallback))
     source = random.Random(0)
     prompts = [random_prompt(source.randint(1, 40), seed=index)[0].to(device) for index in range(6)]
-    kinds = [(prompt, seed) for prompt in prompts for seed in (None, 1)]
-    distributions = [
-        SamplingParams() if seed is None else SamplingParams(temperature=1.0, seed=seed) for _, seed in kinds
-    ]
+    samplings = SamplingParams(), SamplingParams(temperature=1.0, seed=1)
+    kinds = [(prompt, sampling) for prompt in prompts for sampling in samplings]
     alone = []
-    for (prompt, _), distribution in zip(kinds, distributions, strict=True):
+    for prompt, distribution in kinds:
         with eagle.session(rows=60, slots=1) as session:
             session.submit(prompt, 14, distribution, stop_token_ids=())
             alone.append(finish(session)[0].tokens)
@@ -422,7 +419,7 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
             for _ in range(source.choice([0, 0, 1, 5, 12])):
                 if len(wanted) < 100:
                     kind, limit, stop = source.randrange(12), source.randint(1, 14), source.randrange(32)
-                    index = session.submit(kinds[kind][0], limit, distributions[kind], stop_token_ids=[stop])
+                    index = session.submit(kinds[kind][0], limit, kinds[kind][1], stop_token_ids=[stop])
                     tokens = alone[kind][:limit]
                     wanted[index] = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
             for piece in session.step():
@@ -530,12 +527,15 @@ def test_stages_are_the_engines(kind, device):
         past = cached.past_key_values
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "model"])
-def test_a_draft_step_goes_on_where_the_last_one_ended(kind):
+def stepping(kind):
     model = tiny_model(seed=1)
     draft = tiny_model(eagle3=False, layers=2, seed=1).base_model if kind == "model" else model.ea_layer
-    eagle = EAGLEInference(draft, model)
-    ids = random_prompt(700)
+    return EAGLEInference(draft, model)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
+def test_a_draft_step_goes_on_where_the_last_one_ended(kind):
+    eagle, ids = stepping(kind), random_prompt(700)
     whole = eagle.draft_step(ids)
     step = eagle.draft_step(ids[:, :5])
     for first, last in ((5, 6), (6, 80), (80, 700)):
@@ -566,28 +566,24 @@ ROOT = torch.tensor([7, 8])
         ("draft_tokens", IDS[:1], r"expected shape \[2, N - 1\], got \[1, 3\]"),
         ("draft_tokens", IDS[:, :0], r"expected shape \[2, N - 1\], got \[2, 0\]"),
         ("draft_tokens", None, r"expected a tensor \[2, N - 1\], got NoneType"),
+        *(
+            ("top_scores_index", torch.tensor([[0, 1, index]] * 2), "candidates must lie in 0..2, got")
+            for index in (-1, 3)
+        ),
     ],
 )
 def test_stages_refuse_token_ids_by_name(argument, value, message):
     eagle = EAGLEInference(None, tiny_model(), EAGLEConfig(topk=1, num_draft_tokens=4))
     parents, chosen = torch.tensor([[-1, 0, 1]] * 2), torch.tensor([[0, 1, 2]] * 2)
-    given = {"input_ids": IDS, "verified_id": ROOT, "draft_tokens": IDS, argument: value}
-    calls = [lambda: eagle.verify_drafts(**given, parent_list=parents, top_scores_index=chosen)]
-    if argument != "draft_tokens":
+    given = {"input_ids": IDS, "verified_id": ROOT, "draft_tokens": IDS, "top_scores_index": chosen, argument: value}
+    calls = [lambda: eagle.verify_drafts(**given, parent_list=parents)]
+    if argument in ("input_ids", "verified_id"):
         calls.append(lambda: eagle.generate_draft_tree(given["input_ids"], given["verified_id"]))
     if argument == "input_ids":
         calls += [lambda: eagle.draft_step(value), lambda: eagle.draft_step(value, eagle.draft_step(IDS)[2])]
     for call in calls:
         with pytest.raises((ValueError, TypeError), match=f"^{argument}: {message}"):
             call()
-
-
-@pytest.mark.parametrize("index", [-1, 3])
-def test_candidates_that_a_tree_does_not_have_are_refused(index):
-    eagle = EAGLEInference(None, tiny_model(), EAGLEConfig(topk=1, num_draft_tokens=4))
-    parents, chosen = torch.tensor([[-1, 0, 1]] * 2), torch.tensor([[0, 1, index]] * 2)
-    with pytest.raises(ValueError, match=r"top_scores_index: candidates must lie in 0..2, got"):
-        eagle.verify_drafts(IDS, IDS, ROOT, parents, chosen)
 
 
 def test_a_draft_step_takes_a_row_for_each_sequence():
@@ -598,10 +594,7 @@ def test_a_draft_step_takes_a_row_for_each_sequence():
 
 @pytest.mark.parametrize(("kind", "length"), [("eagle3", 3), ("eagle3", 600), ("model", 3), ("model", 600)])
 def test_two_draft_steps_from_one_prefix_are_independent(kind, length):
-    model = tiny_model(seed=1)
-    draft = tiny_model(eagle3=False, layers=2, seed=1).base_model if kind == "model" else model.ea_layer
-    eagle = EAGLEInference(draft, model)
-    ids = random_prompt(9)
+    eagle, ids = stepping(kind), random_prompt(9)
     past = eagle.draft_step(ids).past_key_values
     ways = [random_prompt(length, seed=seed) for seed in (1, 2)]
     steps = [eagle.draft_step(way, past) for way in (*ways, ways[0])]

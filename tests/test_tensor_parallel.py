@@ -103,50 +103,38 @@ def torchrun(forked):
 @pytest.mark.slow
 @two_processes
 def test_two_ranks_decode_as_one(torchrun, tmp_path):
+    from tests.tensor_parallel_script import CASES
+
     shown = torchrun("tests/tensor_parallel_script.py", str(tmp_path)).splitlines()[-1]
-    assert json.loads(shown) == [
-        "tokens_equal_those_of_one_rank",
-        "restored_it_is_as_it_was",
-        "reports_are_the_same_over_many_steps",
-        "plain_models_and_inference",
-        "rank_0_is_asked_by_a_session",
-        "one_rank_may_stream_alone",
-        "one_rank_may_lack_memory",
-        "steps_that_one_rank_has_alone_are_refused",
-        "what_decides_is_compared",
-        "what_is_refused",
-        "a_head_is_shared_where_it_divides",
-        "norms_add_up_what_ranks_leave_in_memory",
-        "changes_are_found",
-    ]
+    assert json.loads(shown) == [case.__name__ for case in CASES]
+
+
+def needs_transformers(version, reason):
+    return pytest.mark.skipif(Version(transformers.__version__) < Version(version), reason=reason)
 
 
 @pytest.mark.slow
 @two_processes
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="how FP8 scales are spread is known from 5.23 on"
+@pytest.mark.parametrize(
+    ("script", "last"),
+    [
+        pytest.param(
+            "shared_float8_script.py",
+            "ranks share FP8 weights",
+            marks=needs_transformers("5.23", "how FP8 scales are spread is known from 5.23 on"),
+        ),
+        pytest.param(
+            "shared_families_script.py",
+            "every family is shared as it is by one rank",
+            marks=needs_transformers("5.24", "plans of the families are known from 5.24 on"),
+        ),
+        # whichever rank is late, for longer than within a step: before the first call, and every other kind of call
+        ("late_rank_script.py", "one rank after the other was late"),
+    ],
+    ids=["fp8_weights", "every_family", "one_that_comes_late"],
 )
-def test_two_ranks_share_fp8_weights(torchrun, tmp_path):
-    shown = torchrun("tests/shared_float8_script.py", str(tmp_path)).splitlines()[-1]
-    assert shown == "ranks share FP8 weights"
-
-
-@pytest.mark.slow
-@two_processes
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.24"), reason="plans of the families are known from 5.24 on"
-)
-def test_two_ranks_share_every_family(torchrun, tmp_path):
-    shown = torchrun("tests/shared_families_script.py", str(tmp_path)).splitlines()[-1]
-    assert shown == "every family is shared as it is by one rank"
-
-
-@pytest.mark.slow
-@two_processes
-def test_ranks_wait_for_one_that_comes_late(torchrun, tmp_path):
-    """For longer than within a step, whichever it is: before the first call, and before every other kind of call."""
-    shown = torchrun("tests/late_rank_script.py", str(tmp_path)).splitlines()[-1]
-    assert shown == "one rank after the other was late"
+def test_two_ranks_by_a_script(torchrun, script, last, tmp_path):
+    assert torchrun(f"tests/{script}", str(tmp_path)).splitlines()[-1] == last
 
 
 @two_processes

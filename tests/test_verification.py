@@ -21,6 +21,7 @@ from tests import test_sampling
 CUDA = torch.cuda.is_available()
 SIZES = [(1, 11, 0), (7, 50, 3), (26, 300, 5), (60, 40, 8), (64, 30, 6), (65, 100, 8)]
 SIZES += [(60, 128256, 8), (64, 32000, 8)] if CUDA else []
+MODULES = verification, reference
 
 
 make_params = partial(test_sampling.make_params, step=3)
@@ -45,6 +46,13 @@ def fill(parents, likely, vocabulary, source, share=0.6):
     return torch.where(torch.rand(parents.shape, generator=source) < share, follow, tokens)
 
 
+def assert_same(out, expected, slack=0):
+    """Paths and accepted are equal, next tokens but for `slack` that rounding at a filter's boundary may change."""
+    for value, other in zip(out[:2], expected[:2], strict=True):
+        assert value.dtype == other.dtype and torch.equal(value, other)
+    assert out[2].dtype == expected[2].dtype and (out[2] != expected[2]).sum() <= slack
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("nodes", "vocabulary", "depth"), SIZES)
 def test_greedy(device, nodes, vocabulary, depth, dtype):
@@ -54,8 +62,7 @@ def test_greedy(device, nodes, vocabulary, depth, dtype):
     tokens = fill(parents, logits.argmax(-1), vocabulary, source).to(device)
     nan = torch.ones(2, dtype=torch.bool, device=device)
     out = verification.verify_greedy(logits, tokens, parents.to(device), depth, nan=nan)
-    for value, other in zip(out, reference.verify_greedy(logits, tokens, parents.to(device), depth), strict=True):
-        assert value.dtype == other.dtype and torch.equal(value, other)
+    assert_same(out, reference.verify_greedy(logits, tokens, parents.to(device), depth))
     assert not nan.any()
 
 
@@ -67,8 +74,7 @@ def test_greedy_with_nan_and_infinity(device):
     parents = torch.tensor([[-1, 0, 1]] * 4, dtype=torch.int32, device=device)
     flags = [torch.zeros(4, dtype=torch.bool, device=device) for _ in range(2)]
     out = verification.verify_greedy(logits, tokens, parents, 2, nan=flags[0])
-    expected = reference.verify_greedy(logits, tokens, parents, 2, nan=flags[1])
-    assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+    assert_same(out, reference.verify_greedy(logits, tokens, parents, 2, nan=flags[1]))
     assert flags[0].tolist() == flags[1].tolist() == [True, False, False, True]
 
 
@@ -79,11 +85,8 @@ def test_strided_logits_and_tree(device):
     tokens = fill(parents, logits.argmax(-1), 30, source)
     wide = [torch.stack((value, value), dim=-1).to(device)[..., 0] for value in (tokens, parents)]
     params = make_params(3, device)
-    for out, expected in (
-        (verification.verify_greedy(logits, *wide, 3), reference.verify_greedy(logits, *wide, 3)),
-        (verification.verify_sampling(logits, *wide, 3, params), reference.verify_sampling(logits, *wide, 3, params)),
-    ):
-        assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+    for name, more in (("verify_greedy", ()), ("verify_sampling", (params,))):
+        assert_same(*(getattr(module, name)(logits, *wide, 3, *more) for module in MODULES))
 
 
 FILTERS = {
@@ -117,10 +120,8 @@ def test_sampling(device, size, filters):
     logits, parents, params, nan, source = sampled_trees(size, filters, device)
     tokens = fill(parents, logits.argmax(-1), vocabulary, source).to(device)
     arguments = (logits, tokens, parents.to(device), depth, params, nodes % 2 == 0)
-    path, accepted, next_token = verification.verify_sampling(*arguments, nan=nan)
-    expected = reference.verify_sampling(*arguments)
-    assert torch.equal(path, expected[0]) and torch.equal(accepted, expected[1])
-    assert (next_token != expected[2]).sum() <= (1 if vocabulary > 1000 else 0)
+    out = verification.verify_sampling(*arguments, nan=nan)
+    assert_same(out, reference.verify_sampling(*arguments), 1 if vocabulary > 1000 else 0)
     assert not nan.any()
 
 
@@ -131,12 +132,10 @@ def test_sampling_mixes_greedy_and_sampled_sequences(device):
     tokens, parents = fill(parents, logits.argmax(-1), 30, source).to(device), parents.to(device)
     params = make_params(4, device)
     params.temperature.copy_(torch.tensor([0.0, 1.0, 0.0, 0.5]))
-    out = verification.verify_sampling(logits, tokens, parents, 4, params)
-    expected = reference.verify_sampling(logits, tokens, parents, 4, params)
+    out, expected = (module.verify_sampling(logits, tokens, parents, 4, params) for module in MODULES)
     greedy = reference.verify_greedy(logits, tokens, parents, 4)
-    for value, other, argmax in zip(out, expected, greedy, strict=True):
-        assert torch.equal(value, other)
-        assert torch.equal(value[::2], argmax[::2])
+    assert_same(out, expected)
+    assert all(torch.equal(value[::2], argmax[::2]) for value, argmax in zip(out, greedy, strict=True))
 
 
 def test_siblings_that_share_a_token(device):
@@ -144,9 +143,8 @@ def test_siblings_that_share_a_token(device):
     tokens = torch.tensor([[0, 2, 2, 1, 2]], device=device).expand(20, -1)
     parents = torch.tensor([[-1, 0, 0, 0, 1]], dtype=torch.int32, device=device).expand(20, -1)
     params = make_params(20, device)
-    out = verification.verify_sampling(logits, tokens, parents, 2, params)
-    expected = reference.verify_sampling(logits, tokens, parents, 2, params)
-    assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+    out, expected = (module.verify_sampling(logits, tokens, parents, 2, params) for module in MODULES)
+    assert_same(out, expected)
     assert not (out[0] == 2).any()
 
 
@@ -155,9 +153,9 @@ def test_all_mass_refused_by_rounding(device):
     logits = torch.tensor([[[0.0, 0.0, float("-inf")]] * 3], device=device)
     tokens = torch.tensor([[2, 0, 1]], device=device)
     parents = torch.tensor([[-1, 0, 0]], dtype=torch.int32, device=device)
-    out = verification.verify_sampling(logits, tokens, parents, 0, make_params(1, device))
-    expected = reference.verify_sampling(logits, tokens, parents, 0, make_params(1, device))
-    assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+    params = make_params(1, device)
+    out, expected = (module.verify_sampling(logits, tokens, parents, 0, params) for module in MODULES)
+    assert_same(out, expected)
     assert out[2].item() in (0, 1)
 
 
@@ -172,17 +170,9 @@ def test_any_tree(data):
     parents = random_tree(2, nodes, max(depth, 1), source)
     tokens, parents = fill(parents, logits.argmax(-1), vocabulary, source, 0.8).to(device), parents.to(device)
     params = make_params(2, device, top_p=data.draw(st.sampled_from([1.0, 0.7])), seed=data.draw(st.integers(0, 99)))
-    for out, expected in (
-        (
-            verification.verify_greedy(logits, tokens, parents, depth),
-            reference.verify_greedy(logits, tokens, parents, depth),
-        ),
-        (
-            verification.verify_sampling(logits, tokens, parents, depth, params),
-            reference.verify_sampling(logits, tokens, parents, depth, params),
-        ),
-    ):
-        assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+    for name, more in (("verify_greedy", ()), ("verify_sampling", (params,))):
+        out, expected = (getattr(module, name)(logits, tokens, parents, depth, *more) for module in MODULES)
+        assert_same(out, expected)
         path, accepted, _ = out
         for b in range(2):
             count = int(accepted[b])
@@ -217,13 +207,6 @@ def poisoned():
         torch.use_deterministic_algorithms(False)
 
 
-def assert_same(out, expected, slack=0):
-    """Paths and accepted are equal, next tokens but for `slack` that rounding at a filter's boundary may change."""
-    for value, other in zip(out[:2], expected[:2], strict=True):
-        assert value.dtype == other.dtype and torch.equal(value, other)
-    assert out[2].dtype == expected[2].dtype and (out[2] != expected[2]).sum() <= slack
-
-
 PLACED = [((2, 5000, 1), "top_p"), ((2, 5000, 1), "plain"), *CASES]  # the former are of several parts
 
 
@@ -243,7 +226,7 @@ def test_target_match(device, size, filters):
     assert_same(out, expected, 1 if vocabulary > 1000 else 0)
     assert not nan.any()
     if filters in ("plain", "greedy"):
-        for module in (verification, reference):
+        for module in MODULES:
             assert_same(module.verify_target_match(logits, tokens, parents, depth, *where, filtered=False), expected)
 
 
@@ -281,12 +264,11 @@ def test_walks_over_logits_that_tie(device, limits):
     tokens = torch.where(tied, torch.rand(tied.shape, generator=source).to(device), -1).argmax(-1)
     tokens = fill(parents, tokens, vocabulary, source, 0.9).to(device)
     arguments = (logits, tokens, parents.to(device), depth, params)
-    if limits is None:
-        out, expected = (module.verify_sampling(*arguments) for module in (verification, reference))
-    else:
-        arguments += placed(parents, source, device)
+    name = "verify_sampling"
+    if limits is not None:
+        arguments += (*placed(parents, source, device), False, *limits)
         name = "verify_topp" if limits else "verify_target_match"
-        out, expected = (getattr(module, name)(*arguments, False, *limits) for module in (verification, reference))
+    out, expected = (getattr(module, name)(*arguments) for module in MODULES)
     assert_same(out, expected)
     assert (out[1] > 0).any() and (out[1] < depth).any()
 
@@ -305,7 +287,7 @@ def test_placed_walks_with_nan_strides_and_mixed_temperatures(device, operation)
     logits[4, 3, 7], logits[5, 0, 2] = float("nan"), float("nan")
     logits[2, 1], logits[2, 2, 5] = float("-inf"), float("inf")
     outs, flags = [], [torch.zeros(batch, dtype=torch.bool, device=device) for _ in range(2)]
-    for module, nan in zip((verification, reference), flags, strict=True):
+    for module, nan in zip(MODULES, flags, strict=True):
         with poisoned():
             call = getattr(module, operation)
             outs.append(call(logits, *wide[:2], depth, params, lengths, wide[2], nan=nan))
@@ -347,16 +329,14 @@ def test_seeds_follow_the_law(device, strategy, filters):
         out = module.verify_sampling(*drafted, 2, params)
     path, accepted, following = (value.cpu() for value in out)
     laws = sampling.probabilities(logits, make_params(1, "cpu", **filters))[0].double()
-    first = torch.where(
-        accepted > 0, tokens.expand(batch, -1).gather(1, path[:, 1:2].clamp(min=0).long())[:, 0], following
-    )
+    said = tokens.expand(batch, -1).gather(1, path.clamp(min=0).long())
+    first = torch.where(accepted > 0, said[:, 1], following)
     check_counts(first.bincount(minlength=vocabulary), laws[0])
     for node, token in ((1, 3), (2, 1)):
         taken = path[:, 1] == node
         assert bool(taken.any()) == bool(laws[0, token] > 0)
         if taken.any():
-            second = tokens.expand(batch, -1).gather(1, path[:, 2:3].clamp(min=0).long())[:, 0]
-            second = torch.where(accepted > 1, second, following)[taken]
+            second = torch.where(accepted > 1, said[:, 2], following)[taken]
             check_counts(second.bincount(minlength=vocabulary), laws[node])
     assert (accepted == 2).any()
 
@@ -420,7 +400,7 @@ def test_first_path(device):
         expected = reference.first_path(parents, depth)
         assert torch.equal(path, expected[0]) and torch.equal(accepted, expected[1])
     parents = torch.tensor([[-1, 0, 0, 1, 2, 1, 3]], dtype=torch.int32, device=device)
-    for module in (verification, reference):
+    for module in MODULES:
         path, accepted = module.first_path(parents, 4)
         assert path.tolist() == [[0, 1, 3, 6, -1]] and accepted.tolist() == [3]
         assert module.first_path(parents, 2)[0].tolist() == [[0, 1, 3]]
@@ -484,7 +464,7 @@ def test_the_window_accepts_the_second_best_in_front_of_best_ones(device):
         logits = best.expand(len(rows), -1, -1).to(device)
         parents = torch.tensor([[-1, 0, 1, 2]] * len(rows), dtype=torch.int32, device=device)
         place = (torch.zeros(len(rows), dtype=torch.int32, device=device), parents + 1)
-        for module in (verification, reference):
+        for module in MODULES:
             out = module.verify_topp(logits, tokens, parents, 3, params, *place, False, window, 0)
             assert out[0].tolist() == list(paths) and out[2].tolist() == list(following), (window, module)
 
@@ -562,11 +542,7 @@ def test_verification_names_are_checked(name):
         (dict(verify_window=-1), ValueError, "verify_window must not be negative"),
         (dict(verify_window=True), TypeError, "verify_window must be an integer"),
         (dict(verify_window=2), ValueError, 'verify_window=2 needs verify_strategy="topp"'),
-        (
-            dict(verify_window=2, verify_strategy="topp", accept_policy="accept_all"),
-            ValueError,
-            "verify_window=2 needs",
-        ),
+        (dict(verify_window=2, accept_policy="accept_all", verify_strategy="topp"), ValueError, "_window=2 needs"),
         (dict(max_candidate_len=2.0, verify_strategy="topp"), TypeError, "max_candidate_len must be an integer"),
         (dict(max_candidate_len=-1, verify_strategy="topp"), ValueError, "max_candidate_len must not be negative"),
         (dict(max_candidate_len=2), ValueError, 'max_candidate_len=2 needs verify_strategy="topp"'),
@@ -579,18 +555,15 @@ def test_verification_counts_are_checked(options, error, message):
 
 
 def test_what_is_lossless_and_what_follows_the_tree():
-    lossless = {pair for pair in itertools.product(VERIFY_STRATEGIES, ACCEPT_POLICIES) if Verification(*pair).lossless}
+    pairs = [*itertools.product(VERIFY_STRATEGIES, ACCEPT_POLICIES)]
+    lossless = {pair for pair in pairs if Verification(*pair).lossless}
     assert lossless == set(itertools.product(["target_match", "rejection"], ["normal", "reject_all"]))
     assert Verification("greedy").keeps_output(sampled=False) and not Verification("greedy").keeps_output(sampled=True)
     assert not Verification(accept_policy="accept_all").keeps_output(sampled=False)
     assert Verification().summary == "target_match; lossless: True"
     assert Verification("topp", verify_window=2).summary == "topp, window 2; lossless: False"
     for sampled in (False, True):
-        follows = {
-            pair
-            for pair in itertools.product(VERIFY_STRATEGIES, ACCEPT_POLICIES)
-            if Verification(*pair).follows_tree(sampled)
-        }
+        follows = {pair for pair in pairs if Verification(*pair).follows_tree(sampled)}
         drafted = {(strategy, "accept_all") for strategy in VERIFY_STRATEGIES}
         assert follows == drafted | ({("rejection", "normal"), ("topp", "normal")} if sampled else set())
 
@@ -613,9 +586,7 @@ def update_arguments(batch=5, columns=20, nodes=7, depth=2, stop_ids=(), limit=1
         "accepted": torch.tensor([2, 0, 1, 1, 2], dtype=torch.int32),
         "next_token": torch.randint(99, (batch,), generator=source),
         "nan": torch.tensor([False, False, False, False, True]),
-        "stops": Stops(
-            stops, torch.full((batch,), limit, dtype=torch.int32), torch.full((batch,), exact, dtype=torch.bool)
-        ),
+        "stops": Stops(stops, torch.full((batch,), limit).int(), torch.full((batch,), exact)),
         "report": torch.full((batch, 8), -7),
         "counter": torch.arange(batch) * 10,
     }

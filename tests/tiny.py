@@ -15,6 +15,16 @@ from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
 from tests.paging import out_of_pages
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+ENDLESS: dict[str, Any] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+
+
+def random_matrices(module: Any, spread: float = 0.15) -> Any:
+    """The module, in evaluation mode, its matrices drawn anew; vectors stay as they are."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, spread)
+    return module.eval()
 
 
 def tiny_model(
@@ -33,26 +43,18 @@ def tiny_model(
     model_class = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")
     extra = {"sliding_window": 20} if family == "mistral" else {}
     config = config_class(
+        **SIZES,
+        **ENDLESS,
+        **extra,
         vocab_size=vocab,
-        hidden_size=64,
-        intermediate_size=96,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=head_dim,
         max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        **extra,
     )
-    base = model_class(config).eval()
+    base = model_class(config)
     draft_vocab = vocab * 5 // 8 if eagle3 else vocab
     head_config = DraftConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SIZES,
         head_dim=head_dim,
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
@@ -60,15 +62,24 @@ def tiny_model(
     )
     tree = tree or dict(total_token=16, depth=3, top_k=4)
     head = (Eagle3Head if eagle3 else Eagle1Head)(head_config, **tree)
-    for module in (base, head):
-        for parameter in module.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0, 0.15)
+    random_matrices(base), random_matrices(head)
     if eagle3:
         kept = torch.randperm(vocab)[:draft_vocab].sort().values
         head.d2t = kept - torch.arange(draft_vocab)
     head.embed_tokens.weight = base.model.embed_tokens.weight
     return EaModel(base, head).eval()
+
+
+def noisy(model: Any, noise: float = 0.15, seed: int = 1) -> Any:
+    """A drafter that is right now and then: the model, with noise in each matrix of so much of its spread."""
+    other = type(model)(model.config).eval().to(model.device)
+    other.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in other.parameters():
+        if parameter.dim() > 1:
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.data += noise * parameter.std() * drawn
+    return other
 
 
 def random_prompt(length: int, vocab: int = 32, seed: int = 0) -> torch.Tensor:

@@ -12,18 +12,15 @@ import transformers
 from torch import nn
 
 from eagle_triton.models.heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
+from tests import tiny
+from tests.tiny import random_matrices
 
 SIZES: dict[str, Any] = dict(
-    hidden_size=64,
-    intermediate_size=96,
+    **tiny.SIZES,
+    **tiny.ENDLESS,
     num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     vocab_size=24,
     max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=None,
-    eos_token_id=None,
     tie_word_embeddings=False,  # a tied random model of Gemma says one token for ever
 )
 YARN = {
@@ -182,19 +179,14 @@ def skipped_if_unknown() -> Iterator[None]:
 
 def tiny_head(target: Any, eagle3: bool) -> DraftHead:
     """A random head, of Llama's architecture, that reads three layers' inputs, the first one's among them."""
-    config = DraftConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=24,
-        draft_vocab_size=16 if eagle3 else 24, feature_layers=(0, 1, 3) if eagle3 else None,
-    )  # fmt: skip
+    own = dict(draft_vocab_size=16, feature_layers=(0, 1, 3)) if eagle3 else dict(draft_vocab_size=24)
+    config = DraftConfig(**tiny.SIZES, head_dim=16, vocab_size=24, **own)
     torch.manual_seed(1)
-    head = (Eagle3Head if eagle3 else Eagle1Head)(config, total_token=12, depth=3, top_k=3)
-    for parameter in head.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.15)
+    head = random_matrices((Eagle3Head if eagle3 else Eagle1Head)(config, total_token=12, depth=3, top_k=3))
     if eagle3:
         head.d2t = torch.randperm(24)[:16].sort().values - torch.arange(16)
     head.embed_tokens.weight = torch.nn.Parameter(target.get_input_embeddings().weight.detach().clone())
-    return head.to(target.device).eval()
+    return head.to(target.device)
 
 
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=4)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from eagle_triton.models.mtp import new_unit
+from tests.tiny import ENDLESS, SIZES
 
 CLASSES = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
@@ -26,11 +27,10 @@ def tiny_hybrid(kind: str, vocab: int = 24, layers: int = 4, seed: int = 2, **si
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[kind])
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     options: dict[str, Any] = dict(
+        **SIZES,
+        **ENDLESS,
         vocab_size=vocab,
-        hidden_size=64,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -38,16 +38,13 @@ def tiny_hybrid(kind: str, vocab: int = 24, layers: int = 4, seed: int = 2, **si
         linear_value_head_dim=16,
         linear_conv_kernel_dim=4,
         max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
         rope_parameters=rope if kind == "qwen3_next" else rope | {"mrope_section": [2, 1, 1]},
     )
     if transformers.__version__.startswith("4."):
         del options["rope_parameters"], rope["rope_type"]
         options |= rope
-    if kind != "qwen3_5_moe":
-        options["intermediate_size"] = 96
+    if kind == "qwen3_5_moe":
+        del options["intermediate_size"]
     torch.manual_seed(seed)
     model = model_class(config_class(**options | ({} if kind == "qwen3_5" else EXPERTS) | sizes)).eval()
     with torch.no_grad():

@@ -304,7 +304,7 @@ MUTATIONS = [
         "engine/prefill.py",
         "        part.caches.clear()\n",
         "",
-        "tests/test_mixers.py -k entered_again",
+        "tests/test_hybrid_targets.py -k entered_again",
     ),
     Mutation(
         "layers share the cache of layer 0",
