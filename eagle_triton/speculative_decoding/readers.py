@@ -131,7 +131,5 @@ def _text_config(model: Any) -> Any:
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:
-    for place, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return place
-    return min(len(first), len(second))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -22,7 +22,6 @@ from eagle_triton.speculative_decoding.arguments import (
 from eagle_triton.speculative_decoding.base_decoding import GREEDY, Decoding, start_token
 from eagle_triton.speculative_decoding.egag import EntropyGuide, egag_config
 from eagle_triton.speculative_decoding.engine_decoding import (
-    draft_model_config,
     engine_for,
     steps_on_engine,
     why_not_drafts,
@@ -97,7 +96,8 @@ def speculative_generate(
         reason = "skip_sample_adjustment=True is no rule of the engine"
     if reason is None and plain[0].max_positions is not None and plain[0].max_positions < text.total:
         reason = f"the drafter has {plain[0].max_positions} positions, and the text may have {text.total} tokens"
-    with engine_for(engine, reason, plain[1], lambda: draft_model_config(drafts, rule), plain[0]) as inference:
+    options = {"method": "draft_model", "num_speculative_tokens": drafts}
+    with engine_for(engine, reason, plain[1], plain[0], rule, **options) as inference:
         if inference is not None:
             for _ in steps_on_engine(inference, text, gamma, rule):
                 pass
