@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.packing import sequence_lengths
-from eagle_triton.gdn.slots import check_slots, put, take, without_padding
+from eagle_triton.gdn.slots import check_slots, put, take, take_continued, without_padding
 from eagle_triton.gdn.tree import MAX_NODES, ancestor_mask, link_parents
 from eagle_triton.operands.ancestors import pack_ancestors
 
@@ -56,11 +56,7 @@ def causal_conv1d_fn(
         windows = x.new_zeros(count, *shape)
     else:
         check_slots(name, "conv_states", conv_states, slots, shape, count)
-        windows = take(conv_states, slots)
-        if has_initial_state is None:
-            windows.zero_()
-        else:
-            windows.masked_fill_(~has_initial_state.view(count, 1, 1), 0.0)
+        windows = take_continued(conv_states, slots, has_initial_state)
     windows = windows.mT.to(x.dtype).contiguous()
     outputs = [
         convolve(row, weight, windows[index : index + 1], bias, activation) if row.shape[1] else row
