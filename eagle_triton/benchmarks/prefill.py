@@ -189,7 +189,8 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
         while batch.running:
             batch.step()
         page_bytes = engine.pool.page_bytes
-    engine.cache_tokens = int(min(CACHE_BYTES, _free_bytes(engine) * 0.8)) // page_bytes * PAGE_ROWS
+    free = torch.cuda.mem_get_info(engine.device)[0] if cuda else 1 << 26  # the most that a test may take
+    engine.cache_tokens = int(min(CACHE_BYTES, free * 0.8)) // page_bytes * PAGE_ROWS
     engine.clear()
     with Batch(engine, slots, PLAIN, most, drafts=False) as batch:
         start = time.perf_counter()
@@ -215,11 +216,6 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
         paused=engine.ops.calls["requests_paused"], cache_bytes=limit // PAGE_ROWS * page_bytes,
         tokens_held=tokens_held, token_bytes=page_bytes // PAGE_ROWS, bytes_held=pages_held * page_bytes,
     )  # fmt: skip
-
-
-def _free_bytes(engine: Engine) -> float:
-    """Free bytes of the device's memory; on a CPU the most that a test may take."""
-    return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 1 << 26
 
 
 def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list[float], float]:

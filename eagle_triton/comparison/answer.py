@@ -184,12 +184,11 @@ def session_steps(session: Session, counts: Counts, gamma: int | None = None) ->
                 counts.finished = piece.completion.finished
             counts.drafter_forwards += piece.draft_forwards
             counts.target_forwards += piece.tree is not None
-            step = Step(tuple(piece.tokens))
+            step, reading = Step(tuple(piece.tokens)), piece.egag
             if piece.tree is not None:
                 drafts = None if piece.drafts is None else tuple(piece.drafts)
                 step = Step(step.tokens, piece.accepted, piece.proposed, drafts, gamma=gamma)
-                if piece.egag is not None and piece.egag.h_norm == piece.egag.h_norm:  # no NaN
-                    reading = piece.egag
+                if reading is not None and reading.h_norm == reading.h_norm:  # no NaN
                     step = dataclasses.replace(step, h_norm=reading.h_norm, h_ema=reading.h_ema, gamma=reading.gamma)
             yield step, piece.completion is not None
 
