@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +108,7 @@ def run(
             problems += 1
             counts[door]["DIFFERENT"] += 1
             print(f"DIFFERENT: --door {door} --replay {seed}:{index}\n{outcome.problem}", flush=True)
-            print(f"cut down to: {json.dumps(cut_down(check, call))}", flush=True)
+            print(f"cut down to: {json.dumps(cut_down(check, call, MAX_CUTS))}", flush=True)
         index += 1
     return counts, problems
 
@@ -121,19 +122,11 @@ def checked(check: Callable[[Call], Outcome], call: Call) -> Outcome:
         return Outcome("engine", problem=traceback.format_exc(limit=-6))
 
 
-def cut_down(check: Callable[[Call], Outcome], call: Call) -> Call:
+def cut_down(check: Callable[[Call], Outcome], call: Call, tries: int) -> Call:
     """The smallest call found that still differs: fewer prompts, options and new tokens."""
-    left = MAX_CUTS
-    smaller = True
-    while smaller and left > 0:
-        smaller = False
-        for candidate in _smaller(call):
-            left -= 1
-            if checked(check, candidate).problem:
-                call, smaller = candidate, True
-                break
-            if left <= 0:
-                break
+    for tried, candidate in enumerate(islice(_smaller(call), tries), 1):
+        if checked(check, candidate).problem:
+            return cut_down(check, candidate, tries - tried)
     return call
 
 
