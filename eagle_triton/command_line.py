@@ -177,16 +177,16 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 def sizes(most: int = MAX_TOKENS, least: int = 1) -> Callable[[str], list[int]]:
     """Whole numbers from `least` to `most`, separated by commas."""
-    return _several(whole(least, most), f"whole numbers from {least} to {most}")
+    return _list_of(whole(least, most), f"whole numbers from {least} to {most}")
 
 
 def numbers(least: float, most: float) -> Callable[[str], list[float]]:
     """Numbers from `least` to `most`, separated by commas, without repetitions."""
-    read = _several(number(least, most), f"numbers from {least:g} to {most:g}")
+    read = _list_of(number(least, most), f"numbers from {least:g} to {most:g}")
     return lambda text: list(dict.fromkeys(read(text)))
 
 
-def _several(read: Callable[[str], Number], what: str) -> Callable[[str], list[Number]]:
+def _list_of(read: Callable[[str], Number], what: str) -> Callable[[str], list[Number]]:
     def read_all(text: str) -> list[Number]:
         try:
             return [read(part) for part in text.split(",")]
@@ -418,8 +418,8 @@ def too_long(what: str, tokens: int, new: int, positions: int | None) -> str | N
     return f"{what} and the new tokens must fit into the model's {positions} positions, got {tokens} + {new} tokens"
 
 
-def new_too_many(new: int, positions: int | None, name: str = "--max-length") -> str | None:
-    """The same for new tokens that leave no room for a prompt."""
+def new_too_many(new: int, positions: int | None) -> str | None:
+    """The same for --max-length that leaves no room for a prompt."""
     if positions is None or new < positions:
         return None
-    return f"{name} must be below the model's {positions} positions, got {new}"
+    return f"--max-length must be below the model's {positions} positions, got {new}"

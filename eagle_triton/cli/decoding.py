@@ -240,7 +240,10 @@ class Decoder:
         fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
         with open_session(inference, rows, report_drafts=show_drafts and chain) as session:
             stop_ids = self._plain.pair.stop_ids
-            session.submit(prompt, settings.length, stop_token_ids=stop_ids, **_sampling_options(settings))
+            sampling: dict[str, Any] = {"temperature": 0.0}
+            if not settings.greedy:
+                sampling = {**settings.processor_arguments, "seed": settings.seed}
+            session.submit(prompt, settings.length, stop_token_ids=stop_ids, **sampling)
             room = settings.length
             for step, last in session_steps(session, counts, settings.gamma if fixed_gamma else None):
                 yield _within(step, counts.finished, room if chain else None) if last else step, last
@@ -286,10 +289,3 @@ def _engine_config(method: str, settings: Settings) -> EAGLEConfig:
         options = {"method": "nasd", "num_speculative_tokens": settings.gamma, "filler_top_k": settings.top_k_filler}
         options |= {name: getattr(settings, name) for name in NGRAM_OPTIONS}
     return EAGLEConfig(speculative=SpeculativeConfig(**options), egag=egag, fallback=False)
-
-
-def _sampling_options(settings: Settings) -> dict[str, Any]:
-    """The sampling options of `Session.submit`."""
-    if settings.greedy:
-        return {"temperature": 0.0}
-    return {**settings.processor_arguments, "seed": settings.seed}
