@@ -41,10 +41,8 @@ class Quantiles:
 
     @staticmethod
     def of(values: Sequence[float]) -> Quantiles:
-        if len(values) == 1:
-            return Quantiles(values[0], values[0], values[0])
-        fifths = statistics.quantiles(values, n=5, method="inclusive")
-        return Quantiles(fifths[0], statistics.median(values), fifths[3])
+        shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+        return Quantiles(*torch.tensor(values, dtype=torch.float64).quantile(shares).tolist())
 
 
 def synchronise(device: torch.device) -> None:
