@@ -30,7 +30,7 @@ from typing import Any
 
 from eagle_triton import command_line
 from eagle_triton.benchmarks.modes import (
-    BY_OTHERS,
+    DECODINGS,
     EVERYWHERE,
     MODES,
     OF_A_BLOCK,
@@ -162,14 +162,16 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         args.drafters = args.drafters or drafters_of(args)
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
-    if args.mode == "step" and not args.shape and (blocks := [n for n in args.decoding if n in BY_OTHERS]):
-        parser.error(f"--decoding {blocks[0]} must come with --shape: it drafts with random weights")
-    if args.mode == "step" and args.draft_weights and {*args.decoding} <= {"plain", "plain-separate"}:
-        parser.error(f"--draft-weights is not read by --decoding {' '.join(args.decoding)}, which drafts nothing")
-    if args.mode == "step" and "grammar" in args.decoding:
-        if args.accept_length is not None:
+    if args.mode == "step":
+        drafts = {name: DECODINGS[name].drafts for name in args.decoding}
+        if not args.shape and (random := [name for name, by in drafts.items() if by in ("block", "model")]):
+            parser.error(f"--decoding {random[0]} must come with --shape: it drafts with random weights")
+        if args.draft_weights and {*drafts.values()} == {"none"}:
+            parser.error(f"--draft-weights is not read by --decoding {' '.join(args.decoding)}, which drafts nothing")
+        if "grammar" in drafts and args.accept_length is not None:
             parser.error("--accept-length must come without --decoding grammar: it accepts what a grammar forbids")
-        _check_installed(parser, "llguidance", "grammar")
+        if "grammar" in drafts:
+            _check_installed(parser, "llguidance", "grammar")
     if args.mode == "questions":
         _check_questions(parser, args)
     if args.mode == "serve":
