@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.benchmarks.parity import CHECKED, check_parity
 from eagle_triton.benchmarks.step import timed_steps
 from eagle_triton.benchmarks.timing import Quantiles, call_times, progress, synchronise
 from eagle_triton.engine.engine import Engine
@@ -26,7 +26,6 @@ from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.session import Session
 
-CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
 REST = {"cuda": 0.2, "cpu": 0.0}  # seconds before a call, in which a device that was at its limit of power recovers
 STEPS = {"cuda": 40, "cpu": 4}  # of a running batch, before and after a prompt enters it

@@ -18,7 +18,6 @@ from eagle_triton.gdn.tree import MAX_NODES, ancestor_mask, link_parents
 from eagle_triton.operands.ancestors import pack_ancestors
 
 SILU = ("silu", "swish", True)
-NO_ACTIVATION = (None, False)
 
 
 def causal_conv1d_fn(
@@ -185,5 +184,5 @@ def check_convolution(name: str, weight: Tensor, bias: Tensor | None, activation
             f"{name}: weight must be [C, W] and bias [C] or None, got {list(weight.shape)} and "
             f"{None if bias is None else list(bias.shape)}"
         )
-    if activation not in (*SILU, *NO_ACTIVATION):
+    if activation not in (*SILU, None, False):
         raise ValueError(f"{name}: activation must be silu, swish or None, got {activation!r}")
