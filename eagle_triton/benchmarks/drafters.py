@@ -84,8 +84,8 @@ def compare(
                 raise
             notes.append(f"FAIL: {name} is left out: {sentence(error)}")
             continue
-        for kind, of in answers.items():
-            found[kind][name] = of
+        for kind in works:
+            found[kind][name] = answers[kind]
         yield {kind: dict(answers) for kind, answers in found.items()}
 
 
@@ -112,9 +112,9 @@ def _greedy(
 def different(found: Found, dtype: torch.dtype) -> list[str]:
     """Notes on outputs that differ from plain decoding's: an error in float32, rounding in 16 bits."""
     notes = []
-    for kind, of in found.items():
-        for name, answers in of.items():
-            if count := len(differing(answers, of["plain"])):
+    for kind, variants in found.items():
+        for name, answers in variants.items():
+            if count := len(differing(answers, variants["plain"])):
                 verdict = "FAIL: " if dtype == torch.float32 else ""
                 notes.append(f"{verdict}{kind}, {name}: {count} of {len(answers)} outputs differ from plain decoding's")
     return notes

@@ -193,9 +193,9 @@ def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"--category {error}")
     args.questions_sha256 = digest(questions)
     readers = {"draft": OF_THE_HEAD, "eagle1": OF_THE_HEAD, "nodes": WITH_NODES, "block_drafter": OF_A_BLOCK}
-    for name, of in readers.items():
-        if getattr(args, name) and not set(args.drafters) & set(of):
-            parser.unread(name, f"--drafters {' '.join(args.drafters)}", of)
+    for name, drafters in readers.items():
+        if getattr(args, name) and not set(args.drafters) & set(drafters):
+            parser.unread(name, f"--drafters {' '.join(args.drafters)}", drafters)
     if (blocks := [name for name in args.drafters if name in OF_A_BLOCK]) and block_drafter_of(args) is None:
         parser.error(f"--block-drafter must be given for {', '.join(blocks)} with --model {args.model}")
 
