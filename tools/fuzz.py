@@ -743,10 +743,9 @@ def check_eamodel(call: Call) -> Outcome:
     def decode() -> Any:
         more = {"attention_mask": mask} if call["method"] == "generate" else {}
         result = getattr(model, call["method"])(ids, **call["options"], **more)
-        steps = None if isinstance(result, (torch.Tensor, tuple)) else [sequence.tolist() for sequence in result]
-        if isinstance(result, tuple):
-            result = (result[0].tolist(), *map(int, result[1:]))
-        return (result.tolist() if isinstance(result, torch.Tensor) else steps or result), list(model.accept_lengths)
+        result, *counts = result if isinstance(result, tuple) else (result,)
+        steps = [result] if isinstance(result, torch.Tensor) else result
+        return ([rows.tolist() for rows in steps], [*map(int, counts)]), list(model.accept_lengths)
 
     expected = _result_or_error(decode)
     outcome = Outcome("engine")
@@ -772,15 +771,7 @@ def _tie_of_eamodel(outcome: Outcome, model: Any, expected: Any, got: Any) -> Ou
     from eagle_triton.benchmarks.original_and_patched import top2_margin
     from eagle_triton.comparison.figures import first_difference
 
-    def last(result: Any) -> list[int]:
-        found = result[0]
-        while (
-            isinstance(found, (list, tuple)) and found and isinstance(found[-1 if isinstance(found, list) else 0], list)
-        ):
-            found = found[-1 if isinstance(found, list) else 0]
-        return list(found)
-
-    one, other = last(expected), last(got)
+    one, other = (steps[-1][-1] for (steps, _), _ in (expected, got))
     column = first_difference(one, other)
     if column is not None and (margin := top2_margin(model.base_model, one, column)) < TIE:
         return Outcome("tie", f"two logits within {margin:.0e}")
