@@ -127,14 +127,13 @@ def command(record: Mapping[str, Any]) -> str:
 
 def _words(name: str, value: Any) -> list[str]:
     given = option_of(name)
-    if name == "upstream":
+    if name == "upstream":  # in older files a switch
         return [given, "CHECKOUT"] if value else []
     if isinstance(value, bool):
         return [given] * value
-    if isinstance(value, list) and "nargs" in benchmark.OPTIONS.get(given, {}):
-        return [given, *map(shlex.quote, value)]
-    return [given, ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
-            if isinstance(value, list) else shlex.quote(str(value))]  # fmt: skip
+    parts = value if isinstance(value, list) else [value]
+    words = [f"{part:g}" if isinstance(part, float) else shlex.quote(str(part)) for part in parts]
+    return [given, *words] if "nargs" in benchmark.OPTIONS.get(given, {}) else [given, ",".join(words)]
 
 
 # --- other files ---
