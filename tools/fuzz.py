@@ -405,11 +405,8 @@ def check_generate(call: Call) -> Outcome:
     length = min(_sequences(alone).shape[1], _sequences(got).shape[1])
     if "stop_strings" not in options and not torch.equal(_sequences(alone)[0, :length], _sequences(got)[0, :length]):
         return _differing(where, alone, got, "alone")
-    if (
-        _sequences(got).shape[1] > _sequences(expected).shape[1]
-        and "eos_token_id" not in options
-        and "stop_strings" not in options
-    ):
+    stops = {"eos_token_id", "stop_strings"} & options.keys()
+    if not stops and _sequences(got).shape[1] > _sequences(expected).shape[1]:
         return _differing(where, expected, got, "in its length")
     return where
 
