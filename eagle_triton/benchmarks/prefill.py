@@ -25,6 +25,7 @@ from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.session import Session
+from eagle_triton.inference.timing import Stopwatch
 
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
 REST = {"cuda": 0.2, "cpu": 0.0}  # seconds before a call, in which a device that was at its limit of power recovers
@@ -89,10 +90,10 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
             for times in (rested, again) if rests else (chosen,):
                 synchronise(engine.device)
                 time.sleep(REST[engine.device.type] if times is rested else 0.0)
-                start = time.perf_counter()
+                watch = Stopwatch(engine.device)
                 running.enter_all(Request(prompt, CHECKED) for prompt in prompts)
                 running.step()
-                times.append((time.perf_counter() - start) * 1e3)
+                times.append(watch.so_far() * 1e3)
                 found = running.request(0).cached_tokens
                 if not run:
                     while running.running:
@@ -158,13 +159,12 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
     for run in range(runs + WARM_UPS):
         prompts = models.random_tokens(model.vocab_size, count, SHORT_PROMPT, run)
         with Session(engine, None, slots, SHORT_PROMPT + SHORT_NEW) as session:
-            synchronise(engine.device)
-            start = time.perf_counter()
+            watch = Stopwatch(engine.device)
             for index, prompt in enumerate(prompts):
                 session.submit(prompt, SHORT_NEW, SamplingParams(temperature=1.0, seed=index), stop_token_ids=())
             while not session.idle:
                 session.step()
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append(watch.so_far() * 1e3)
     rate = count / statistics.median(times[WARM_UPS:]) * 1e3
     return _row("short requests", slots, SHORT_PROMPT, times[WARM_UPS:], requests_per_second=rate)
 

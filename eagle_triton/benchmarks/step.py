@@ -20,7 +20,7 @@ from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.modes import DECODINGS
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, progress, synchronise
+from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, progress
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.grammar import Grammar, GrammarCompiler
 from eagle_triton.engine.graph import StepGraph, median_milliseconds
@@ -30,6 +30,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.inference.timing import Stopwatch
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0)
 ORIGINALS = ("greedy", "sampled", "plain")  # decodings of a model without the engine
@@ -156,8 +157,7 @@ def optimised_step(
         torch.cuda.reset_peak_memory_stats(device)
     captured = 1 if device.type == "cuda" else 0  # reading the prompts, when they are read once more
     for repeat in range(-1 - captured, repeats):
-        synchronise(device)
-        start = time.perf_counter()
+        watch = Stopwatch(device)
         requests = list[RunningRequest]()
         for prompt, seed in zip(prompts, sampling.seeds(len(prompts)), strict=True):
             options = replace(sampling, seed=seed, grammar=None if compiler is None else RECORDS)
@@ -166,7 +166,7 @@ def optimised_step(
         with Batch(engine, slots or len(prompts), spec, rows) as batch:
             batch.admit_all(requests)
             batch.step()
-            first = time.perf_counter() - start
+            first = watch.so_far()
             if repeat == -1 - captured:
                 first_call = first
                 for _ in range(CHECKED):

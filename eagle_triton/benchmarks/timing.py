@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from eagle_triton.inference.timing import Stopwatch
+
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the last cache
 COPIES = {"cuda": 10, "cpu": 1}  # in one go: a launch and a wait are short beside 10 ms
 MIN_CALLS = 16  # in one graph, so that its launch takes a small part
@@ -59,10 +61,9 @@ def call_times(
     for run in range(warm_ups + runs):
         synchronise(device)
         time.sleep(rest)
-        start = time.perf_counter()
+        watch = Stopwatch(device)
         result = call(run)
-        synchronise(device)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(watch.seconds() * 1e3)
     return times[warm_ups:], result
 
 
@@ -74,12 +75,10 @@ def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
     target.copy_(source)
     times = []
     for _ in range(rounds):
-        synchronise(device)
-        start = time.perf_counter()
+        watch = Stopwatch(device)
         for _ in range(COPIES[device.type]):
             target.copy_(source)
-        synchronise(device)
-        times.append((time.perf_counter() - start) / COPIES[device.type])
+        times.append(watch.seconds() / COPIES[device.type])
     return 2 * source.numel() / statistics.median(times)
 
 
