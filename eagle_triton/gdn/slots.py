@@ -23,7 +23,7 @@ def take(pool: Tensor, slots: Tensor) -> Tensor:
 
 
 def take_continued(pool: Tensor, slots: Tensor, continues: Tensor | None) -> Tensor:
-    """The same with zeros for sequences that begin anew, where continues [N] is False; None: all do."""
+    """`take`, with zeros for sequences that begin anew: where continues [N] is False; None: all of them."""
     rows = take(pool, slots)
     return torch.zeros_like(rows) if continues is None else _zeroed(rows, ~continues)
 

@@ -193,7 +193,7 @@ def learn(
     storage: INgramStorage, tokens: list[int], before: int, fillers: Tensor | None = None, weight: float = 1
 ) -> None:
     """Count tokens[before:], and after the context of each its fillers [m, k], `weight` times."""
-    options = {} if weight == 1 else {"weight": weight}  # a storage of one's own may take none
+    options = {} if weight == 1 else {"weight": weight}  # a user's own storage may take no weight
     for place in range(before, len(tokens)):
         context = _row(tokens[:place])
         storage.update(context, _row(tokens[place : place + 1]))
