@@ -180,7 +180,7 @@ class Decoder:
         """
         self.load(method, settings)
         prompt = [int(token) for token in prompt_ids]
-        stream = TextStream(self.tokenizer, prompt[-16:])
+        stream = TextStream(self.tokenizer, prompt)
         self.check_prompt(method, prompt)
         reason, counts = _why_own_forward(method, settings), Counts()
         if reason is None:

@@ -145,7 +145,6 @@ def take(
     taken. fields: of the answer.
     """
     taken: list[Step] = []
-    texts: list[str] = []
     first = 0.0
     began = time.perf_counter()
     try:
@@ -154,18 +153,16 @@ def take(
                 first = first or time.perf_counter() - began
                 taken.append(step)
                 if on_step is not None and stream is not None:
-                    texts.append(stream.push(*step.tokens) + (stream.finish() if last else ""))
-                    on_step(step, texts[-1])
+                    on_step(step, stream.push(*step.tokens) + (stream.finish() if last else ""))
     except KeyboardInterrupt:
         counts.finished = "interrupted"
     seconds = time.perf_counter() - began
     tokens = tuple(token for step in taken for token in step.tokens)
-    if stream is not None and on_step is None:
-        texts.append(stream.push(*tokens) + stream.finish())
-    elif stream is not None and counts.finished == "interrupted":
-        texts.append(stream.finish())
+    if stream is not None:
+        stream.push(*tokens if on_step is None else ())
+        stream.finish()
     return Answer(
-        method, tokens, "".join(texts), tuple(taken), seconds, first,
+        method, tokens, "" if stream is None else stream.text, tuple(taken), seconds, first,
         counts.target_forwards, counts.drafter_forwards, counts.finished, **fields,
     )  # fmt: skip
 
@@ -210,7 +207,7 @@ def ask(
     Raises RuntimeError if it fails, KeyboardInterrupt if it is interrupted.
     """
     counts = Counts()
-    stream = None if session.tokenizer is None else TextStream(session.tokenizer, prompt[-16:])
+    stream = None if session.tokenizer is None else TextStream(session.tokenizer, prompt)
     Stopwatch(device)  # waits for the device
     session.submit(list(prompt), new, **sampling)
     answer = take(method, session_steps(session, counts), counts, stream)
