@@ -625,7 +625,7 @@ def test_a_variant_that_cannot_run_is_left_out_alone(monkeypatch):
     stepped, ended = ([Answer("", (0, 0), "", (Step((0,)),) * steps, 2.0, 1.0)] for steps in (2, 1))
     outcomes = {"plain": stepped, "head": ValueError("no head"), "ngram": ended, "suffix": stepped}
 
-    def decode(inference, rows, prompts, new, run, warm, stop):
+    def decode(inference, rows, prompts, new, run, warm):
         outcome = outcomes[run.args[0]]
         if isinstance(outcome, Exception):
             raise outcome

@@ -97,7 +97,7 @@ def _decoded(
     run = partial(_greedy, name, inference.pair.view.device)
     answers = {}
     for kind, prompts in works.items():
-        answers[kind] = decode(inference, rows, prompts, new, run, prompts, stop=False)
+        answers[kind] = decode(inference, rows, prompts, new, run, prompts)
         if not Totals.of(answers[kind]).steps:
             raise ValueError(f"{kind}: no answer took a step, each ended with its first token")
     return answers
@@ -106,7 +106,8 @@ def _decoded(
 def _greedy(
     method: str, device: torch.device, session: Session, prompts: Sequence[list[int]], new: int
 ) -> Iterator[Answer]:
-    return (ask(session, device, method, prompt, new, {"temperature": 0.0}) for prompt in prompts)
+    options = {"temperature": 0.0, "stop_token_ids": ()}
+    return (ask(session, device, method, prompt, new, options) for prompt in prompts)
 
 
 def different(found: Found, dtype: torch.dtype) -> list[str]:

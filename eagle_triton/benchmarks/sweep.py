@@ -115,16 +115,16 @@ def configurations(
 
 def decode(
     inference: EAGLEInference, rows: int, items: Sequence[Item], new: int,
-    run: Callable[[Session, Sequence[Item], int], Iterable[Found]], warm: Sequence[Item], stop: bool = True,
+    run: Callable[[Session, Sequence[Item], int], Iterable[Found]], warm: Sequence[Item],
 ) -> list[Found]:  # fmt: skip
     """The results of `run(session, items, new)` in a session of `rows` tokens, after a first session for warm-up.
 
     warm: the items of the first session on a GPU, which compiles and captures; on a CPU that session decodes a few
-    tokens of the first item. Both forget the outputs of earlier runs. stop: end at the target's stop tokens.
+    tokens of the first item. Both forget the outputs of earlier runs.
     """
     on_gpu = inference.pair.view.device.type == "cuda"
     for some, tokens in ((warm, new) if on_gpu else (items[:1], min(new, WARM_UP)), (items, new)):
         inference.forget_outputs()
-        with open_session(inference, rows, stop) as session:
+        with open_session(inference, rows) as session:
             found = list(run(session, some, tokens))
     return found

@@ -231,11 +231,9 @@ class Decoder:
         self, method: str, prompt: list[int], settings: Settings, counts: Counts, show_drafts: bool
     ) -> Steps:
         inference = self._engine(method, settings)
-        positions = inference.pair.max_positions
         if settings.reset_in_between:
             inference.forget_outputs()
         rows = max(MIN_ROWS, 1 << (len(prompt) + settings.length - 1).bit_length())
-        rows = rows if positions is None else min(rows, positions)
         chain = method not in DRAFTS_TREES
         fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
         with open_session(inference, rows, report_drafts=show_drafts and chain) as session:

@@ -190,11 +190,11 @@ def session_steps(session: Session, counts: Counts, gamma: int | None = None) ->
             yield step, piece.completion is not None
 
 
-def open_session(inference: EAGLEInference, rows: int, stop: bool = True, report_drafts: bool = False) -> Session:
-    """A session for one request at a time, without text. stop: end at the target's stop tokens."""
+def open_session(inference: EAGLEInference, rows: int, report_drafts: bool = False) -> Session:
+    """A session for one request at a time, without text."""
     return Session(
         inference.engine, inference.policy(1), 1, rows,
-        tokenizer=inference.tokenizer, stop_ids=inference.pair.stop_ids if stop else (), text=False,
+        tokenizer=inference.tokenizer, stop_ids=inference.pair.stop_ids, text=False,
         report_drafts=report_drafts, config=inference.config, max_positions=inference.pair.max_positions,
     )  # fmt: skip
 
