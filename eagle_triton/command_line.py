@@ -177,27 +177,23 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 def sizes(most: int = MAX_TOKENS, least: int = 1) -> Callable[[str], list[int]]:
     """Whole numbers from `least` to `most`, separated by commas."""
-
-    def read(text: str) -> list[int]:
-        return _listed(whole(least, most), text, f"whole numbers from {least} to {most}")
-
-    return read
+    return _list_of(whole(least, most), f"whole numbers from {least} to {most}")
 
 
 def numbers(least: float, most: float) -> Callable[[str], list[float]]:
     """Numbers from `least` to `most`, separated by commas, without repetitions."""
-
-    def read(text: str) -> list[float]:
-        return list(dict.fromkeys(_listed(number(least, most), text, f"numbers from {least:g} to {most:g}")))
-
-    return read
+    read = _list_of(number(least, most), f"numbers from {least:g} to {most:g}")
+    return lambda text: list(dict.fromkeys(read(text)))
 
 
-def _listed(read: Callable[[str], Number], text: str, what: str) -> list[Number]:
-    try:
-        return [read(part) for part in text.split(",")]
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be {what}, separated by commas, got {text!r}") from None
+def _list_of(read: Callable[[str], Number], what: str) -> Callable[[str], list[Number]]:
+    def read_all(text: str) -> list[Number]:
+        try:
+            return [read(part) for part in text.split(",")]
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(f"must be {what}, separated by commas, got {text!r}") from None
+
+    return read_all
 
 
 def some_text(text: str) -> str:
@@ -261,7 +257,7 @@ def new_directory(text: str) -> Path:
     if path.is_dir() and any(path.iterdir()):
         raise argparse.ArgumentTypeError(f"must be a new or empty directory, and {text} is not empty")
     place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    with _refused(lambda error: f"must be a directory that can be made: {place}: {error.strerror}"):
+    with _refused(f"must be a directory that can be made: {place}"):
         try_to_write_into(place)
     return path
 
@@ -274,7 +270,7 @@ def output_directory(text: str) -> Path:
     place = path.absolute() if path.is_dir() else path.absolute().parent
     if not place.is_dir():
         raise argparse.ArgumentTypeError(f"must be in a directory that exists, and {place} does not")
-    with _refused(lambda error: f"must be a directory that can be written, and {text} cannot: {error.strerror}"):
+    with _refused(f"must be a directory that can be written, and {text} cannot"):
         try_to_write_into(place)
     return path
 
@@ -291,7 +287,7 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(f"must end with {' or '.join(suffixes)}, got {text!r}")
         if not os.path.isdir(folder):
             raise argparse.ArgumentTypeError(f"must be a file in a directory that exists, and {folder} does not")
-        with _refused(lambda error: f"must be a file that can be written, and {text} cannot: {error.strerror}"):
+        with _refused(f"must be a file that can be written, and {text} cannot"):
             if path.is_file():
                 open(path, "ab").close()  # changes nothing
             elif not path.exists():
@@ -302,12 +298,12 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 
 
 @contextmanager
-def _refused(sentence: Callable[[OSError], str]) -> Iterator[None]:
-    """Turn an OSError inside the block into argparse's error with a sentence."""
+def _refused(sentence: str) -> Iterator[None]:
+    """Turn an OSError inside the block into argparse's error: a sentence, and the reason."""
     try:
         yield
     except OSError as error:
-        raise argparse.ArgumentTypeError(sentence(error)) from None
+        raise argparse.ArgumentTypeError(f"{sentence}: {error.strerror}") from None
 
 
 def try_to_write_into(directory: Path) -> None:
@@ -422,8 +418,8 @@ def too_long(what: str, tokens: int, new: int, positions: int | None) -> str | N
     return f"{what} and the new tokens must fit into the model's {positions} positions, got {tokens} + {new} tokens"
 
 
-def new_too_many(new: int, positions: int | None, name: str = "--max-length") -> str | None:
-    """The same for new tokens that leave no room for a prompt."""
+def new_too_many(new: int, positions: int | None) -> str | None:
+    """The same for --max-length that leaves no room for a prompt."""
     if positions is None or new < positions:
         return None
-    return f"{name} must be below the model's {positions} positions, got {new}"
+    return f"--max-length must be below the model's {positions} positions, got {new}"

@@ -23,7 +23,7 @@ from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import fix_acceptance, launch_scheduled_path, scheduled_path
 from eagle_triton.benchmarks.cases.case import Case, Provider
 from eagle_triton.benchmarks.gpu_clocks import FIGURES
-from eagle_triton.benchmarks.modes import DECODINGS, SHAPES
+from eagle_triton.benchmarks.modes import BLOCK_SIZE, SHAPES
 from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
@@ -419,7 +419,7 @@ def test_upstream_that_does_not_import_says_what_it_needs(tmp_path, capsys):
 
 
 def test_positions_are_those_of_the_shapes_and_the_demo():
-    assert set(SHAPES) == set(shapes.SHAPES) and tuple(step.DECODINGS) == DECODINGS
+    assert set(SHAPES) == set(shapes.SHAPES) and shapes.BLOCK_SIZE == BLOCK_SIZE
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
     published = {"llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.60}
     published |= {"qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70}
@@ -618,7 +618,7 @@ def test_a_variant_that_cannot_run_is_left_out_alone(monkeypatch):
     stepped, ended = ([Answer("", (0, 0), "", (Step((0,)),) * steps, 2.0, 1.0)] for steps in (2, 1))
     outcomes = {"plain": stepped, "head": ValueError("no head"), "ngram": ended, "suffix": stepped}
 
-    def decode(inference, rows, prompts, new, run, warm, stop):
+    def decode(inference, rows, prompts, new, run, warm):
         outcome = outcomes[run.args[0]]
         if isinstance(outcome, Exception):
             raise outcome

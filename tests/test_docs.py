@@ -235,6 +235,14 @@ def test_the_command_of_a_file_gives_its_options(path, tmp_path, monkeypatch):
             assert (found is not None if name == "upstream" and value else found or False) == (value or False), name
 
 
+def test_the_command_of_a_script_gives_what_its_defaults_depend_on():
+    options = {"model": "demo", "eagle1": False, "prompt": None, "dtype": "bfloat16", "max_length": 100, "num_runs": 5}
+    options |= {"target_weights": "fp8", "device": "cpu"}
+    command = results_page.command({"mode": "integration", "options": options, "notes": []})
+    asked = "--dtype bfloat16 --max-length 100 --num-runs 5 --target-weights fp8 --device cpu"
+    assert command == f"python integration_test.py {asked}"
+
+
 def test_a_file_that_the_page_cannot_show_is_named(tmp_path):
     (tmp_path / "figures.txt").write_text("1")
     with pytest.raises(ValueError, match="figures.txt: only .json, .csv and the .png of a .json are known"):

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,11 +227,13 @@ class _Plugin:
         if only := set(self.options["only"]):  # those that called generate as they are
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in only])
             items[:] = [item for item in items if item.nodeid in only]
-        testers = {base for item in items for base in getattr(item.cls, "__mro__", ()) if _is_generation_tester(base)}
-        for tester in testers:
-            self._adapt_masks(tester)
-        for tester in {getattr(item.cls, "model_tester_class", None) for item in items} - {None}:
-            self._adapt_configuration(tester)
+        if self.options["plain_masks"]:
+            for tests in {base for item in items for base in getattr(item.cls, "__mro__", ())}:
+                if _is_generation_tester(tests):
+                    _adapt(tests, "prepare_config_and_inputs_for_generate", _with_plain_mask)
+        if self.options["silu"]:
+            for tester in {getattr(item.cls, "model_tester_class", None) for item in items} - {None}:
+                _adapt(tester, "get_config", _with_silu)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.test = self.found.setdefault(nodeid, {"outcome": "passed", "calls": []})
@@ -248,33 +250,6 @@ class _Plugin:
 
     def pytest_sessionfinish(self) -> None:
         Path(self.options["answer"]).write_text(json.dumps(self.found))
-
-    def _adapt_configuration(self, tester: Any) -> None:
-        """--silu, in every configuration that a tester of small random models makes."""
-        if not self.options["silu"]:
-            return
-        get_config = tester.get_config
-
-        def adapted(*args: Any, **kwargs: Any) -> Any:
-            config = get_config(*args, **kwargs)
-            config.hidden_act = "silu"
-            return config
-
-        tester.get_config = adapted
-
-    def _adapt_masks(self, tests: Any) -> None:
-        """--plain-masks, in the inputs of all tests of generation."""
-        if not self.options["plain_masks"]:
-            return
-        prepare = tests.prepare_config_and_inputs_for_generate
-
-        def adapted(*args: Any, **kwargs: Any) -> Any:
-            config, inputs = prepare(*args, **kwargs)
-            if inputs.get("attention_mask") is not None:
-                inputs["attention_mask"] = inputs["attention_mask"].new_ones(inputs["attention_mask"].shape)
-            return config, inputs
-
-        tests.prepare_config_and_inputs_for_generate = adapted
 
     def wrap(self) -> None:
         """Put the counting `generate` in the place of transformers'."""
@@ -326,6 +301,28 @@ class _Plugin:
         finally:
             self.test["calls"].append(where)
             originals.restore()
+
+
+def _adapt(owner: Any, name: str, change: Callable[[Any], None]) -> None:
+    """Change in place all that a method of a class returns."""
+    method = getattr(owner, name)
+
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        change(result)
+        return result
+
+    setattr(owner, name, adapted)
+
+
+def _with_silu(config: Any) -> None:
+    config.hidden_act = "silu"
+
+
+def _with_plain_mask(config_and_inputs: tuple[Any, dict[str, Any]]) -> None:
+    _, inputs = config_and_inputs
+    if (mask := inputs.get("attention_mask")) is not None:
+        inputs["attention_mask"] = mask.new_ones(mask.shape)
 
 
 def without_values(reason: str) -> str:

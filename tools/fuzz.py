@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +108,7 @@ def run(
             problems += 1
             counts[door]["DIFFERENT"] += 1
             print(f"DIFFERENT: --door {door} --replay {seed}:{index}\n{outcome.problem}", flush=True)
-            print(f"cut down to: {json.dumps(cut_down(check, call))}", flush=True)
+            print(f"cut down to: {json.dumps(cut_down(check, call, MAX_CUTS))}", flush=True)
         index += 1
     return counts, problems
 
@@ -121,19 +122,11 @@ def checked(check: Callable[[Call], Outcome], call: Call) -> Outcome:
         return Outcome("engine", problem=traceback.format_exc(limit=-6))
 
 
-def cut_down(check: Callable[[Call], Outcome], call: Call) -> Call:
+def cut_down(check: Callable[[Call], Outcome], call: Call, tries: int) -> Call:
     """The smallest call found that still differs: fewer prompts, options and new tokens."""
-    left = MAX_CUTS
-    smaller = True
-    while smaller and left > 0:
-        smaller = False
-        for candidate in _smaller(call):
-            left -= 1
-            if checked(check, candidate).problem:
-                call, smaller = candidate, True
-                break
-            if left <= 0:
-                break
+    for tried, candidate in enumerate(islice(_smaller(call), tries), 1):
+        if checked(check, candidate).problem:
+            return cut_down(check, candidate, tries - tried)
     return call
 
 
@@ -412,11 +405,8 @@ def check_generate(call: Call) -> Outcome:
     length = min(_sequences(alone).shape[1], _sequences(got).shape[1])
     if "stop_strings" not in options and not torch.equal(_sequences(alone)[0, :length], _sequences(got)[0, :length]):
         return _differing(where, alone, got, "alone")
-    if (
-        _sequences(got).shape[1] > _sequences(expected).shape[1]
-        and "eos_token_id" not in options
-        and "stop_strings" not in options
-    ):
+    stops = {"eos_token_id", "stop_strings"} & options.keys()
+    if not stops and _sequences(got).shape[1] > _sequences(expected).shape[1]:
         return _differing(where, expected, got, "in its length")
     return where
 
@@ -750,10 +740,9 @@ def check_eamodel(call: Call) -> Outcome:
     def decode() -> Any:
         more = {"attention_mask": mask} if call["method"] == "generate" else {}
         result = getattr(model, call["method"])(ids, **call["options"], **more)
-        steps = None if isinstance(result, (torch.Tensor, tuple)) else [sequence.tolist() for sequence in result]
-        if isinstance(result, tuple):
-            result = (result[0].tolist(), *map(int, result[1:]))
-        return (result.tolist() if isinstance(result, torch.Tensor) else steps or result), list(model.accept_lengths)
+        result, *counts = result if isinstance(result, tuple) else (result,)
+        steps = [result] if isinstance(result, torch.Tensor) else result
+        return ([rows.tolist() for rows in steps], [*map(int, counts)]), list(model.accept_lengths)
 
     expected = _result_or_error(decode)
     outcome = Outcome("engine")
@@ -779,15 +768,7 @@ def _tie_of_eamodel(outcome: Outcome, model: Any, expected: Any, got: Any) -> Ou
     from eagle_triton.benchmarks.original_and_patched import top2_margin
     from eagle_triton.comparison.figures import first_difference
 
-    def last(result: Any) -> list[int]:
-        found = result[0]
-        while (
-            isinstance(found, (list, tuple)) and found and isinstance(found[-1 if isinstance(found, list) else 0], list)
-        ):
-            found = found[-1 if isinstance(found, list) else 0]
-        return list(found)
-
-    one, other = last(expected), last(got)
+    one, other = (steps[-1][-1] for (steps, _), _ in (expected, got))
     column = first_difference(one, other)
     if column is not None and (margin := top2_margin(model.base_model, one, column)) < TIE:
         return Outcome("tie", f"two logits within {margin:.0e}")

@@ -28,17 +28,20 @@ from eagle_triton.text_table import cell
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PAGE = "results.md"  # of the site
 SCRIPTS = {  # modes of other scripts: how they are called, and the options that they read
-    "integration": ("integration_test.py", ("dtype", "max_length", "num_runs")),
+    "integration": (
+        "integration_test.py",
+        ("model", "draft", "eagle1", "prompt", "dtype", "max_length", "num_runs", "target_weights"),
+    ),
     "first call": ("tools/first_call.py", ("shape",)),
     "http": ("tools/time_server.py", ("model", "draft", "num_runs", "prompt_length", "max_length")),
     "ranks": ("tools/check_ranks.py", ("rows", "width", "replays", "num_runs")),
-    "decode-on-ranks": ("tools/decode_on_ranks.py", ("prompts", "steps", "dtype")),
+    "decode-on-ranks": ("tools/decode_on_ranks.py", ("prompts", "new_tokens", "steps", "dtype")),
 }
 DEFAULTS = {
-    "integration": {"dtype": "float32", "max_length": 100, "num_runs": 5},
+    "integration": {"model": "demo", "dtype": "float32"},  # others depend on the dtype
     "http": {"num_runs": 20, "prompt_length": 64, "max_length": 128},
     "ranks": {"rows": [1, 10, 60, 480], "width": 8192, "replays": 5000, "num_runs": 20},
-    "decode-on-ranks": {"prompts": 8, "steps": 10_000, "dtype": "bfloat16"},
+    "decode-on-ranks": {"prompts": 8, "new_tokens": 64, "steps": 10_000, "dtype": "bfloat16"},
 }
 RANKS = re.compile(r"(?:ranks: )?(\d+) (?:ranks,|share the target)")  # the note of how many ranks there were
 FOLDED = 24  # rows from which on a table is shown when it is asked for
@@ -103,36 +106,34 @@ def command(record: Mapping[str, Any]) -> str:
     mode, options = record["mode"], record["options"]
     ranks = next((found[1] for note in record["notes"] if (found := RANKS.match(note))), None)
     launcher = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
+    given: dict[str, Any] = {}
     if mode in SCRIPTS:
-        script, names = SCRIPTS[mode]
-        start = f"{launcher} {script}"
+        start, names = SCRIPTS[mode]
         defaults = DEFAULTS.get(mode, {})
         given = {name: options[name] for name in names if options.get(name) not in (None, defaults.get(name))}
-        return " ".join([start, *(word for name, value in given.items() for word in _words(name, value))])
-    parser = benchmark._parser(mode, True, "benchmark.py")
-    defaults = vars(parser.parse_args([]))
-    names = [option[2:].replace("-", "_") for option in (*benchmark.MODES[mode].options, "--dtype")]
-    given = {}
-    for name in names:
-        settled = Namespace(**{**defaults, **given, "mode": mode, "device": options["device"]})
-        benchmark._settle(settled)
-        if name in options and options[name] not in (getattr(settled, name), [], None):
-            given[name] = options[name]
+    else:
+        start = "benchmark.py" if mode == "generate" else f"benchmark.py {mode}"
+        defaults = vars(benchmark._parser(mode, True, "benchmark.py").parse_args([]))
+        for option in (*benchmark.MODES[mode].options, "--dtype"):
+            name = option[2:].replace("-", "_")
+            settled = Namespace(**{**defaults, **given, "mode": mode, "device": options["device"]})
+            benchmark._settle(settled)
+            if name in options and options[name] not in (getattr(settled, name), [], None):
+                given[name] = options[name]
     words = [word for name, value in given.items() for word in _words(name, value)]
-    words += ["--device", "cpu"] if options["device"] == "cpu" else []  # also where there is a GPU
-    return " ".join([f"{launcher} benchmark.py", *([] if mode == "generate" else [mode]), *words])
+    words += ["--device", "cpu"] if options.get("device") == "cpu" else []  # also where there is a GPU
+    return " ".join([launcher, start, *words])
 
 
 def _words(name: str, value: Any) -> list[str]:
     given = option_of(name)
-    if name == "upstream":
+    if name == "upstream":  # in older files a switch
         return [given, "CHECKOUT"] if value else []
     if isinstance(value, bool):
         return [given] * value
-    if isinstance(value, list) and "nargs" in benchmark.OPTIONS.get(given, {}):
-        return [given, *map(shlex.quote, value)]
-    return [given, ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
-            if isinstance(value, list) else shlex.quote(str(value))]  # fmt: skip
+    parts = value if isinstance(value, list) else [value]
+    words = [f"{part:g}" if isinstance(part, float) else shlex.quote(str(part)) for part in parts]
+    return [given, *words] if "nargs" in benchmark.OPTIONS.get(given, {}) else [given, ",".join(words)]
 
 
 # --- other files ---

@@ -7,6 +7,7 @@ path: step t accepts floor((t + 1) * mean) - floor(t * mean) drafts, or all that
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -61,8 +62,7 @@ def scheduled_path(parents: Tensor, depth: int, step: Tensor, mean: float) -> tu
         for way in ways:
             while way[-1]:
                 way.append(above[way[-1]])
-        wanted = int((step[row] + 1) * mean) - int(step[row] * mean)
-        kept = max(ways, key=len)[::-1][: wanted + 1]
+        kept = max(ways, key=len)[::-1][: _wanted(int(step[row]), mean) + 1]
         paths[row, : len(kept)] = torch.tensor(kept)
         accepted.append(len(kept) - 1)
     step += 1
@@ -135,16 +135,14 @@ def _fixed_operations(kernels: bool, mean: float) -> Operations:
     return fix_acceptance(make_operations(kernels), mean)
 
 
-def _schedule(mean: float) -> Iterator[int]:
-    done = 0
-    while True:
-        done += 1
-        yield int(done * mean) - int((done - 1) * mean)
+def _wanted(step: int, mean: float) -> int:
+    """The number of drafts that the schedule accepts in a step."""
+    return int((step + 1) * mean) - int(step * mean)
 
 
 def _fixed_walk(verify: Callable, mean: float) -> Callable:
     """For our EaModel's verify_tree."""
-    schedule = _schedule(mean)
+    steps = itertools.count()
 
     def call(tokens: Tensor, children: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[int], Tensor]:
         _, root = verify(tokens, children, *args, **kwargs)
@@ -152,19 +150,19 @@ def _fixed_walk(verify: Callable, mean: float) -> Callable:
         path = [len(tokens) - 1]
         while path[-1]:
             path.append(parent[path[-1]])
-        return path[::-1][: next(schedule) + 1], root
+        return path[::-1][: _wanted(next(steps), mean) + 1], root
 
     return call
 
 
 def _fixed_posterior(evaluate: Callable, mean: float) -> Callable:
     """For SafeAILab's evaluate_posterior; a row of `candidates` is a path from the root, padded with -1."""
-    schedule = _schedule(mean)
+    steps = itertools.count()
 
     def call(logits: Tensor, candidates: Tensor, processor: Any) -> tuple[Tensor, int, Tensor]:
         _, _, distribution = evaluate(logits, candidates, processor)
         lengths = (candidates >= 0).sum(1) - 1
         best = lengths.argmax()
-        return best, min(next(schedule), int(lengths[best])), distribution
+        return best, min(_wanted(next(steps), mean), int(lengths[best])), distribution
 
     return call

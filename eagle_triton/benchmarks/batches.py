@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance
-from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.benchmarks.parity import CHECKED, check_parity
 from eagle_triton.benchmarks.timing import noise, progress
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
@@ -27,7 +27,6 @@ from eagle_triton.inference.session import Session
 from eagle_triton.inference.timing import Stopwatch
 
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
-CHECKED = 8  # tokens of each sequence that are compared with the target's
 COLUMNS = (
     "=variant, batch, context, nodes, ms/step=ms_per_step, tau, tokens/s=tokens_per_second, lowest, highest, "
     "x plain=speedup"

@@ -84,8 +84,8 @@ def compare(
                 raise
             notes.append(f"FAIL: {name} is left out: {sentence(error)}")
             continue
-        for kind, of in answers.items():
-            found[kind][name] = of
+        for kind in works:
+            found[kind][name] = answers[kind]
         yield {kind: dict(answers) for kind, answers in found.items()}
 
 
@@ -97,7 +97,7 @@ def _decoded(
     run = partial(_greedy, name, inference.pair.view.device)
     answers = {}
     for kind, prompts in works.items():
-        answers[kind] = decode(inference, rows, prompts, new, run, prompts, stop=False)
+        answers[kind] = decode(inference, rows, prompts, new, run, prompts)
         if not Totals.of(answers[kind]).steps:
             raise ValueError(f"{kind}: no answer took a step, each ended with its first token")
     return answers
@@ -106,15 +106,16 @@ def _decoded(
 def _greedy(
     method: str, device: torch.device, session: Session, prompts: Sequence[list[int]], new: int
 ) -> Iterator[Answer]:
-    return (ask(session, device, method, prompt, new, {"temperature": 0.0}) for prompt in prompts)
+    options = {"temperature": 0.0, "stop_token_ids": ()}
+    return (ask(session, device, method, prompt, new, options) for prompt in prompts)
 
 
 def different(found: Found, dtype: torch.dtype) -> list[str]:
     """Notes on outputs that differ from plain decoding's: an error in float32, rounding in 16 bits."""
     notes = []
-    for kind, of in found.items():
-        for name, answers in of.items():
-            if count := len(differing(answers, of["plain"])):
+    for kind, variants in found.items():
+        for name, answers in variants.items():
+            if count := len(differing(answers, variants["plain"])):
                 verdict = "FAIL: " if dtype == torch.float32 else ""
                 notes.append(f"{verdict}{kind}, {name}: {count} of {len(answers)} outputs differ from plain decoding's")
     return notes

@@ -51,7 +51,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     for found in compare(variants, works, args, notes):
         if len(found) > 1:
             names = next(iter(found.values()))
-            found["mix"] = {name: [answer for of in found.values() for answer in of[name]] for name in names}
+            found["mix"] = {name: [answer for answers in found.values() for answer in answers[name]] for name in names}
         rows[:] = [row for kind, answers in found.items() for row in figures(kind, answers)]
     notes += different({kind: found[kind] for kind in works}, getattr(torch, args.dtype))
     notes += _judge(rows)
@@ -78,17 +78,18 @@ def _judge(rows: list[dict[str, Any]]) -> list[str]:
     """Notes on the cost of choosing, and on its gain over the best fixed length."""
     notes = []
     for kind in dict.fromkeys(row["work"] for row in rows):
-        of = {row["variant"]: row for row in rows if row["work"] == kind}
+        variants = {row["variant"]: row for row in rows if row["work"] == kind}
         for name, count in COMPARED.items():
-            if not {name, f"{count} drafts"} <= of.keys():  # left out
+            if not {name, f"{count} drafts"} <= variants.keys():  # left out
                 continue
-            ratio = of[name]["ms_per_step"] / of[f"{count} drafts"]["ms_per_step"]
+            ratio = variants[name]["ms_per_step"] / variants[f"{count} drafts"]["ms_per_step"]
             notes.append(f"{kind}: a step of {name!r} takes {ratio:.3f} x the time of one with {count} drafts")
-        lengths = [name for count in FIXED if (name := f"{count} drafts") in of]
-        rules = [name for name in RULES if name in of and name not in COMPARED]
+        rates = {name: row["tokens_per_second"] for name, row in variants.items()}
+        lengths = [name for count in FIXED if (name := f"{count} drafts") in rates]
+        rules = [name for name in RULES if name in rates and name not in COMPARED]
         if not lengths or not rules:
             continue
-        fixed, chosen = (max(names, key=lambda name: of[name]["tokens_per_second"]) for names in (lengths, rules))
-        ratio = of[chosen]["tokens_per_second"] / of[fixed]["tokens_per_second"]
+        fixed, chosen = max(lengths, key=rates.__getitem__), max(rules, key=rates.__getitem__)
+        ratio = rates[chosen] / rates[fixed]
         notes.append(f"{kind}: {chosen!r} gives {ratio:.3f} x the tokens per second of {fixed}, the best fixed length")
     return notes

@@ -30,7 +30,7 @@ from typing import Any
 
 from eagle_triton import command_line
 from eagle_triton.benchmarks.modes import (
-    BY_OTHERS,
+    DECODINGS,
     EVERYWHERE,
     MODES,
     OF_A_BLOCK,
@@ -162,14 +162,16 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         args.drafters = args.drafters or drafters_of(args)
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
-    if args.mode == "step" and not args.shape and (blocks := [n for n in args.decoding if n in BY_OTHERS]):
-        parser.error(f"--decoding {blocks[0]} must come with --shape: it drafts with random weights")
-    if args.mode == "step" and args.draft_weights and {*args.decoding} <= {"plain", "plain-separate"}:
-        parser.error(f"--draft-weights is not read by --decoding {' '.join(args.decoding)}, which drafts nothing")
-    if args.mode == "step" and "grammar" in args.decoding:
-        if args.accept_length is not None:
+    if args.mode == "step":
+        drafts = {name: DECODINGS[name].drafts for name in args.decoding}
+        if not args.shape and (random := [name for name, by in drafts.items() if by in ("block", "model")]):
+            parser.error(f"--decoding {random[0]} must come with --shape: it drafts with random weights")
+        if args.draft_weights and {*drafts.values()} == {"none"}:
+            parser.error(f"--draft-weights is not read by --decoding {' '.join(args.decoding)}, which drafts nothing")
+        if "grammar" in drafts and args.accept_length is not None:
             parser.error("--accept-length must come without --decoding grammar: it accepts what a grammar forbids")
-        _check_installed(parser, "llguidance", "grammar")
+        if "grammar" in drafts:
+            _check_installed(parser, "llguidance", "grammar")
     if args.mode == "questions":
         _check_questions(parser, args)
     if args.mode == "serve":
@@ -191,9 +193,9 @@ def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"--category {error}")
     args.questions_sha256 = digest(questions)
     readers = {"draft": OF_THE_HEAD, "eagle1": OF_THE_HEAD, "nodes": WITH_NODES, "block_drafter": OF_A_BLOCK}
-    for name, of in readers.items():
-        if getattr(args, name) and not set(args.drafters) & set(of):
-            parser.unread(name, f"--drafters {' '.join(args.drafters)}", of)
+    for name, drafters in readers.items():
+        if getattr(args, name) and not set(args.drafters) & set(drafters):
+            parser.unread(name, f"--drafters {' '.join(args.drafters)}", drafters)
     if (blocks := [name for name in args.drafters if name in OF_A_BLOCK]) and block_drafter_of(args) is None:
         parser.error(f"--block-drafter must be given for {', '.join(blocks)} with --model {args.model}")
 

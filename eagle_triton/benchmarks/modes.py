@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from eagle_triton.command_line import (
@@ -43,12 +43,40 @@ TREES = {  # of benchmarks/mtp.py
     "tree-32": TreeSpec.dynamic(32, 3, 10),
     "tree-60": TreeSpec.dynamic(60, 7, 10),
 }
-BY_OTHERS = ("dflash-chain", "dflash-tree-64", "dflash-tree-128", "model-chain-5")  # random drafters besides the head
-DECODINGS = (
-    *("greedy", "sampled", "plain", "plain-separate", "chain-3", "chain-7", "tree-128", "tree-256"),
-    *BY_OTHERS,
-    "grammar",
-)  # of step.py
+
+
+class Decoding(NamedTuple):
+    """A decoding of benchmarks/step.py.
+
+    tree: None: the draft's own. drafts: by the "head", a random "block" drafter or a random small "model", or by
+    "none". block: the numbers of nodes and children of a block drafter's tree. one_launch: all layers of one row may
+    run in one launch. grammar: outputs are JSON.
+    """
+
+    tree: TreeSpec | None = None
+    drafts: str = "head"
+    block: tuple[int, int] | None = None
+    sampled: bool = False
+    one_launch: bool = True
+    grammar: bool = False
+
+
+BLOCK_SIZE = 16  # of eagle_triton.models.shapes
+DECODINGS = {
+    "greedy": Decoding(),
+    "sampled": Decoding(sampled=True),
+    "plain": Decoding(PLAIN, "none"),
+    "plain-separate": Decoding(PLAIN, "none", one_launch=False),
+    "chain-3": Decoding(TreeSpec.chain(3)),
+    "chain-7": Decoding(TreeSpec.chain(7)),
+    "tree-128": Decoding(TreeSpec.dynamic(128, 7, 10)),
+    "tree-256": Decoding(TreeSpec.dynamic(256, 7, 16)),
+    "dflash-chain": Decoding(drafts="block", block=(BLOCK_SIZE, 1)),
+    "dflash-tree-64": Decoding(drafts="block", block=(64, 8)),
+    "dflash-tree-128": Decoding(drafts="block", block=(128, 8)),
+    "model-chain-5": Decoding(TreeSpec.chain(5), "model"),
+    "grammar": Decoding(grammar=True),
+}
 DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both", "block", "block_tree")  # of benchmarks/drafters.py
 OF_THE_HEAD = ("head", "both")  # drafters with the head's trees
 OF_A_BLOCK = ("block", "block_tree")  # chains and trees of a block drafter
@@ -99,7 +127,7 @@ def _names(choices: Iterable[str], told: str, default: Any = None, **more: Any) 
     return {"choices": tuple(choices), "help": told, "default": default, **more}
 
 
-def _several(choices: Sequence[str], told: str, default: Any = None) -> dict[str, Any]:
+def _several(choices: Collection[str], told: str, default: Any = None) -> dict[str, Any]:
     return _names(choices, f"one or more of {', '.join(choices)} {told}", default, nargs="+", metavar="NAME")
 
 
@@ -117,11 +145,11 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--hybrid": _names(
         HYBRIDS, "random weights of this shape (default: qwen3.5-9b), or the embedded demo-gdn over its held-out "
         "prompts", "qwen3.5-9b"),
-    "--tree": _several(tuple(TREES), "(default: all)"),
+    "--tree": _several(TREES, "(default: all)"),
     "--decoding": _several(
         DECODINGS, "(default: the first three, two of them with the head's own tree; plain-separate: without the "
         "launch of all layers; grammar: outputs are JSON; with --shape also drafts of a random block drafter, dflash, "
-        "and of a random model, the smallest of the vocabulary)", list(DECODINGS[:3])),
+        "and of a random model, the smallest of the vocabulary)", list(DECODINGS)[:3]),
     "--eagle1": _switch("the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": _value("TEXT", some_text, "one prompt, repeated (default: the demo's held-out prompts)"),
     "--context": _value("N[,N...]", sizes(), "random prompts of N tokens, within its positions", []),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.benchmarks.timing import synchronise
 from eagle_triton.comparison.figures import first_difference
+from eagle_triton.inference.timing import Stopwatch
 from eagle_triton.integration import EagleTritonConfig, optimize_eagle_with_triton
 from eagle_triton.patching import Originals, PatchPointReport
 
@@ -77,14 +76,13 @@ def decode(
     method = model.naive_generate if plain else model.ea_generate
     options = dict(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     lengths, times, sequence = [], [], input_ids
-    synchronise(device)
-    start = time.perf_counter()
+    watch = Stopwatch(device)
     with closing(
         method(input_ids.to(device), **options, max_length=room or room_for(model, input_ids, max_new_tokens))
     ) as sequences:
         for sequence in islice(sequences, steps):
             lengths.append(sequence.shape[1])
-            times.append(time.perf_counter() - start)
+            times.append(watch.so_far())
     return Run(input_ids.shape[1], sequence[0].tolist(), lengths, times)
 
 

@@ -22,6 +22,7 @@ bfloat16 on an H200, random weights of Llama-3.1-8B's shape, 16 prompts of 512 t
 most 0.34; of transformers' own 57, by at most 0.31. Prompts gave the same tokens together and alone.
 """
 BOUND_LAYERS = 32
+CHECKED = 8  # tokens of each sequence that callers compare
 MIN_BEST = 0.25  # share of greedy choices that must be the best: rounding decides now and then, not nearly always
 MASS_BOUND = 0.02  # the probability that rounding may move across the edge of a nucleus
 OWN_ROUNDING = 3.0

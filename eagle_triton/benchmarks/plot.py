@@ -107,9 +107,9 @@ def _draw(axes: Any, panel: Panel, rows: Rows) -> None:
     else:
         names = list(dict.fromkeys(_name(panel.x, row, rows) for row in rows))
         width = 0.8 / max(len(groups), 1)
-        for number, (group, of) in enumerate(groups.items()):
-            places = [names.index(_name(panel.x, row, rows)) + number * width for row in of]
-            bars = axes.bar(places, [row[panel.y] or 0.0 for row in of], width, label=group)
+        for number, (group, own) in enumerate(groups.items()):
+            places = [names.index(_name(panel.x, row, rows)) + number * width for row in own]
+            bars = axes.bar(places, [row[panel.y] or 0.0 for row in own], width, label=group)
             if not panel.series:
                 axes.bar_label(bars, fmt="%.3g", fontsize=8)
         if panel.floor and rows:
@@ -125,8 +125,8 @@ def _draw(axes: Any, panel: Panel, rows: Rows) -> None:
 
 def _draw_lines(axes: Any, panel: Panel, groups: Mapping[str, list[Mapping[str, Any]]]) -> None:
     (x,) = panel.x
-    for group, of in groups.items():
-        points = sorted(of, key=lambda row: row[x])
+    for group, own in groups.items():
+        points = sorted(own, key=lambda row: row[x])
         axes.plot([row[x] for row in points], [row[panel.y] for row in points], marker="o", label=group)
         for row in points if panel.note else ():
             axes.annotate(f"{row[panel.note]} {panel.note}", (row[x], row[panel.y]), fontsize=7)

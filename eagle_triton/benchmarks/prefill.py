@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.benchmarks.parity import CHECKED, check_parity
 from eagle_triton.benchmarks.step import timed_steps
 from eagle_triton.benchmarks.timing import Quantiles, call_times, progress, synchronise
 from eagle_triton.engine.engine import Engine
@@ -25,8 +25,8 @@ from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.session import Session
+from eagle_triton.inference.timing import Stopwatch
 
-CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
 REST = {"cuda": 0.2, "cpu": 0.0}  # seconds before a call, in which a device that was at its limit of power recovers
 STEPS = {"cuda": 40, "cpu": 4}  # of a running batch, before and after a prompt enters it
@@ -90,10 +90,10 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
             for times in (rested, again) if rests else (chosen,):
                 synchronise(engine.device)
                 time.sleep(REST[engine.device.type] if times is rested else 0.0)
-                start = time.perf_counter()
+                watch = Stopwatch(engine.device)
                 running.enter_all(Request(prompt, CHECKED) for prompt in prompts)
                 running.step()
-                times.append((time.perf_counter() - start) * 1e3)
+                times.append(watch.so_far() * 1e3)
                 found = running.request(0).cached_tokens
                 if not run:
                     while running.running:
@@ -159,13 +159,12 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
     for run in range(runs + WARM_UPS):
         prompts = models.random_tokens(model.vocab_size, count, SHORT_PROMPT, run)
         with Session(engine, None, slots, SHORT_PROMPT + SHORT_NEW) as session:
-            synchronise(engine.device)
-            start = time.perf_counter()
+            watch = Stopwatch(engine.device)
             for index, prompt in enumerate(prompts):
                 session.submit(prompt, SHORT_NEW, SamplingParams(temperature=1.0, seed=index), stop_token_ids=())
             while not session.idle:
                 session.step()
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append(watch.so_far() * 1e3)
     rate = count / statistics.median(times[WARM_UPS:]) * 1e3
     return _row("short requests", slots, SHORT_PROMPT, times[WARM_UPS:], requests_per_second=rate)
 
@@ -189,7 +188,8 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
         while batch.running:
             batch.step()
         page_bytes = engine.pool.page_bytes
-    engine.cache_tokens = int(min(CACHE_BYTES, _free_bytes(engine) * 0.8)) // page_bytes * PAGE_ROWS
+    free = torch.cuda.mem_get_info(engine.device)[0] if cuda else 1 << 26  # the most that a test may take
+    engine.cache_tokens = int(min(CACHE_BYTES, free * 0.8)) // page_bytes * PAGE_ROWS
     engine.clear()
     with Batch(engine, slots, PLAIN, most, drafts=False) as batch:
         start = time.perf_counter()
@@ -215,11 +215,6 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
         paused=engine.ops.calls["requests_paused"], cache_bytes=limit // PAGE_ROWS * page_bytes,
         tokens_held=tokens_held, token_bytes=page_bytes // PAGE_ROWS, bytes_held=pages_held * page_bytes,
     )  # fmt: skip
-
-
-def _free_bytes(engine: Engine) -> float:
-    """Free bytes of the device's memory; on a CPU the most that a test may take."""
-    return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 1 << 26
 
 
 def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list[float], float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -140,26 +141,17 @@ async def _ask_all(
             tokens = random.choices(range(TOKENS), k=ends_of(args.input_len)[1])
             await ask(session, url, {**body, "prompt": tokens, "max_tokens": 4})
 
-        async def one(prompt: list[int], new: int) -> Answer:
-            return await ask(session, url, {**body, "prompt": prompt, "max_tokens": new})
+        source, start = random.Random(args.seed), time.perf_counter()
+        gaps = [0.0 if load.rate is None else source.expovariate(load.rate) for _ in prompts[1:]]
+        clients = asyncio.Semaphore(load.clients or len(prompts))
 
-        if load.rate is not None:
-            source, tasks, start, due = random.Random(args.seed), [], time.perf_counter(), 0.0
-            for request in prompts:
-                await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
-                tasks.append(asyncio.create_task(one(*request)))
-                due += source.expovariate(load.rate)
-            return await asyncio.gather(*tasks)
-        assert load.clients is not None
-        answers: list[Answer | None] = [None] * len(prompts)
-        line = iter(enumerate(prompts))
+        async def one(due: float, prompt: list[int], new: int) -> Answer:
+            await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+            async with clients:  # in the order of the requests
+                return await ask(session, url, {**body, "prompt": prompt, "max_tokens": new})
 
-        async def ask_again() -> None:
-            for place, request in line:
-                answers[place] = await one(*request)
-
-        await asyncio.gather(*(ask_again() for _ in range(load.clients)))
-        return [answer for answer in answers if answer is not None]
+        times = itertools.accumulate(gaps, initial=0.0)
+        return await asyncio.gather(*(one(due, *request) for due, request in zip(times, prompts, strict=True)))
 
 
 def client(key: str | None) -> aiohttp.ClientSession:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
+from eagle_triton.benchmarks.modes import DECODINGS
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, progress, synchronise
+from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, progress
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.grammar import Grammar, GrammarCompiler
 from eagle_triton.engine.graph import StepGraph, median_milliseconds
@@ -28,38 +29,10 @@ from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
-from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.models.shapes import BLOCK_SIZE
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.inference.timing import Stopwatch
 
-
-class Decoding(NamedTuple):
-    """drafts: by the "head", a "block" drafter, a small "model", or by "none". block: the numbers of nodes and children
-    of a block drafter's tree. one_launch: all layers of one row may run in one launch. grammar: outputs are JSON."""
-
-    sampling: SamplingParams
-    tree: TreeSpec | None  # None: the draft's own
-    drafts: str = "head"
-    block: tuple[int, int] | None = None
-    one_launch: bool = True
-    grammar: bool = False
-
-
-GREEDY = SamplingParams()
-DECODINGS = {
-    "greedy": Decoding(GREEDY, None),
-    "sampled": Decoding(SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0), None),
-    "plain": Decoding(GREEDY, PLAIN, "none"),
-    "plain-separate": Decoding(GREEDY, PLAIN, "none", one_launch=False),
-    "chain-3": Decoding(GREEDY, TreeSpec.chain(3)),
-    "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
-    "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
-    "tree-256": Decoding(GREEDY, TreeSpec.dynamic(256, 7, 16)),
-    "dflash-chain": Decoding(GREEDY, None, "block", (BLOCK_SIZE, 1)),
-    "dflash-tree-64": Decoding(GREEDY, None, "block", (64, 8)),
-    "dflash-tree-128": Decoding(GREEDY, None, "block", (128, 8)),
-    "model-chain-5": Decoding(GREEDY, TreeSpec.chain(5), "model"),
-    "grammar": Decoding(GREEDY, None, grammar=True),
-}  # modes.DECODINGS
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0)
 ORIGINALS = ("greedy", "sampled", "plain")  # decodings of a model without the engine
 STEPS = {"cuda": 20, "cpu": 3}  # timed in one go: right after the prompts, later, and then on the device alone
 WARM_UPS = 2
@@ -108,11 +81,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
     def engine_for(decoding: str) -> tuple[Engine, TreeSpec]:
         """The engine of a decoding, and its tree."""
-        _, tree, drafts, block, one_launch, _ = DECODINGS[decoding]
-        engine, drafter = engine_with(drafts, one_launch)
-        if block is not None:
-            drafter.total_token, drafter.top_k = block
-        return engine, tree or models.own_tree(engine)
+        use = DECODINGS[decoding]
+        engine, drafter = engine_with(use.drafts, use.one_launch)
+        if use.block is not None:
+            drafter.total_token, drafter.top_k = use.block
+        return engine, use.tree or models.own_tree(engine)
 
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
         case = {"variant": variant, "decoding": decoding, "batch": batch, "context": context}
@@ -123,7 +96,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             engine, spec = engine_for(decoding)
             prompts = [prompt.to(device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
-            sampling, grammar = DECODINGS[decoding].sampling, DECODINGS[decoding].grammar
+            sampling, grammar = SAMPLED if DECODINGS[decoding].sampled else GREEDY, DECODINGS[decoding].grammar
             target = None if mean is not None or grammar else model.base_model  # to compare tokens with
             compiler = models.grammar_compiler(model) if grammar else None
             figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots, compiler)
@@ -184,8 +157,7 @@ def optimised_step(
         torch.cuda.reset_peak_memory_stats(device)
     captured = 1 if device.type == "cuda" else 0  # reading the prompts, when they are read once more
     for repeat in range(-1 - captured, repeats):
-        synchronise(device)
-        start = time.perf_counter()
+        watch = Stopwatch(device)
         requests = list[RunningRequest]()
         for prompt, seed in zip(prompts, sampling.seeds(len(prompts)), strict=True):
             options = replace(sampling, seed=seed, grammar=None if compiler is None else RECORDS)
@@ -194,7 +166,7 @@ def optimised_step(
         with Batch(engine, slots or len(prompts), spec, rows) as batch:
             batch.admit_all(requests)
             batch.step()
-            first = time.perf_counter() - start
+            first = watch.so_far()
             if repeat == -1 - captured:
                 first_call = first
                 for _ in range(CHECKED):
@@ -298,7 +270,8 @@ def _replay_ms(batch: Batch, steps: int, clocks: GpuClocks | None) -> float:
 
 def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[str, Any]:
     """Figures of a model without the engine, with one sequence in a cache of `room` rows."""
-    sampling, steps = DECODINGS[decoding].sampling, STEPS[model.base_model.lm_head.weight.device.type]
+    sampling = SAMPLED if DECODINGS[decoding].sampled else GREEDY
+    steps = STEPS[model.base_model.lm_head.weight.device.type]
     top_p = 0.0 if sampling.greedy else sampling.top_p
     options: dict[str, Any] = dict(temperature=sampling.temperature, plain=decoding == "plain", top_p=top_p, room=room)
     decode(model, prompt, room, **options, steps=WARM_UPS)

@@ -18,11 +18,11 @@ from eagle_triton.inference.speculative_config import SpeculativeConfig
 WARM_UP = 8  # tokens, on a CPU
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5
 BLOCK_NODES, BLOCK_TOP_K = 60, 8  # of a block drafter's tree
-METHODS = {  # of drafters without a tree of the head: method and drafts a step
-    "plain": ("naive", 0),
-    "ngram": ("ngram", NGRAM_DRAFTS),
-    "nasd": ("nasd", NGRAM_DRAFTS),
-    "suffix": ("suffix", SUFFIX_DRAFTS),
+METHODS: dict[str, tuple[str, int, dict[str, Any]]] = {  # of drafters without a tree: method, drafts a step, options
+    "plain": ("naive", 0, {}),
+    "ngram": ("ngram", NGRAM_DRAFTS, {}),
+    "nasd": ("nasd", NGRAM_DRAFTS, {}),
+    "suffix": ("suffix", SUFFIX_DRAFTS, {"suffix_decoding_max_spec_factor": FACTOR}),
 }
 
 Item = TypeVar("Item")
@@ -59,10 +59,8 @@ class Configuration(NamedTuple):
     def engine_config(self) -> EAGLEConfig:
         """Its options for EAGLEInference. Raises ValueError for an impossible tree."""
         if self.drafter in METHODS:
-            method, drafts = METHODS[self.drafter]
-            return config_of(
-                method, drafts, **{"suffix_decoding_max_spec_factor": FACTOR} if method == "suffix" else {}
-            )
+            method, drafts, options = METHODS[self.drafter]
+            return config_of(method, drafts, **options)
         suffixes = SUFFIX_DRAFTS if self.drafter == "both" else 0
         return replace(tree_config(self.nodes, self.steps, self.topk), suffix_drafts=suffixes)
 
@@ -117,16 +115,16 @@ def configurations(
 
 def decode(
     inference: EAGLEInference, rows: int, items: Sequence[Item], new: int,
-    run: Callable[[Session, Sequence[Item], int], Iterable[Found]], warm: Sequence[Item], stop: bool = True,
+    run: Callable[[Session, Sequence[Item], int], Iterable[Found]], warm: Sequence[Item],
 ) -> list[Found]:  # fmt: skip
     """The results of `run(session, items, new)` in a session of `rows` tokens, after a first session for warm-up.
 
     warm: the items of the first session on a GPU, which compiles and captures; on a CPU that session decodes a few
-    tokens of the first item. Both forget the outputs of earlier runs. stop: end at the target's stop tokens.
+    tokens of the first item. Both forget the outputs of earlier runs.
     """
     on_gpu = inference.pair.view.device.type == "cuda"
     for some, tokens in ((warm, new) if on_gpu else (items[:1], min(new, WARM_UP)), (items, new)):
         inference.forget_outputs()
-        with open_session(inference, rows, stop) as session:
+        with open_session(inference, rows) as session:
             found = list(run(session, some, tokens))
     return found

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from eagle_triton.inference.timing import Stopwatch
+
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the last cache
 COPIES = {"cuda": 10, "cpu": 1}  # in one go: a launch and a wait are short beside 10 ms
 MIN_CALLS = 16  # in one graph, so that its launch takes a small part
@@ -41,10 +43,8 @@ class Quantiles:
 
     @staticmethod
     def of(values: Sequence[float]) -> Quantiles:
-        if len(values) == 1:
-            return Quantiles(values[0], values[0], values[0])
-        fifths = statistics.quantiles(values, n=5, method="inclusive")
-        return Quantiles(fifths[0], statistics.median(values), fifths[3])
+        shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+        return Quantiles(*torch.tensor(values, dtype=torch.float64).quantile(shares).tolist())
 
 
 def synchronise(device: torch.device) -> None:
@@ -61,10 +61,9 @@ def call_times(
     for run in range(warm_ups + runs):
         synchronise(device)
         time.sleep(rest)
-        start = time.perf_counter()
+        watch = Stopwatch(device)
         result = call(run)
-        synchronise(device)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(watch.seconds() * 1e3)
     return times[warm_ups:], result
 
 
@@ -76,12 +75,10 @@ def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
     target.copy_(source)
     times = []
     for _ in range(rounds):
-        synchronise(device)
-        start = time.perf_counter()
+        watch = Stopwatch(device)
         for _ in range(COPIES[device.type]):
             target.copy_(source)
-        synchronise(device)
-        times.append((time.perf_counter() - start) / COPIES[device.type])
+        times.append(watch.seconds() / COPIES[device.type])
     return 2 * source.numel() / statistics.median(times)
 
 

@@ -180,7 +180,7 @@ class Decoder:
         """
         self.load(method, settings)
         prompt = [int(token) for token in prompt_ids]
-        stream = TextStream(self.tokenizer, prompt[-16:])
+        stream = TextStream(self.tokenizer, prompt)
         self.check_prompt(method, prompt)
         reason, counts = _why_own_forward(method, settings), Counts()
         if reason is None:
@@ -231,16 +231,17 @@ class Decoder:
         self, method: str, prompt: list[int], settings: Settings, counts: Counts, show_drafts: bool
     ) -> Steps:
         inference = self._engine(method, settings)
-        positions = inference.pair.max_positions
         if settings.reset_in_between:
             inference.forget_outputs()
         rows = max(MIN_ROWS, 1 << (len(prompt) + settings.length - 1).bit_length())
-        rows = rows if positions is None else min(rows, positions)
         chain = method not in DRAFTS_TREES
         fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
         with open_session(inference, rows, report_drafts=show_drafts and chain) as session:
             stop_ids = self._plain.pair.stop_ids
-            session.submit(prompt, settings.length, stop_token_ids=stop_ids, **_sampling_options(settings))
+            sampling: dict[str, Any] = {"temperature": 0.0}
+            if not settings.greedy:
+                sampling = {**settings.processor_arguments, "seed": settings.seed}
+            session.submit(prompt, settings.length, stop_token_ids=stop_ids, **sampling)
             room = settings.length
             for step, last in session_steps(session, counts, settings.gamma if fixed_gamma else None):
                 yield _within(step, counts.finished, room if chain else None) if last else step, last
@@ -286,10 +287,3 @@ def _engine_config(method: str, settings: Settings) -> EAGLEConfig:
         options = {"method": "nasd", "num_speculative_tokens": settings.gamma, "filler_top_k": settings.top_k_filler}
         options |= {name: getattr(settings, name) for name in NGRAM_OPTIONS}
     return EAGLEConfig(speculative=SpeculativeConfig(**options), egag=egag, fallback=False)
-
-
-def _sampling_options(settings: Settings) -> dict[str, Any]:
-    """The sampling options of `Session.submit`."""
-    if settings.greedy:
-        return {"temperature": 0.0}
-    return {**settings.processor_arguments, "seed": settings.seed}

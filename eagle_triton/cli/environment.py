@@ -65,11 +65,12 @@ class Check(NamedTuple):
 
 def probe() -> dict[str, Any]:
     """Versions and devices that the running interpreter has, as JSON data."""
-    torch = probe_torch()
+    torch, packages = probe_torch(), {name: installed_version(name) for name in (*REQUIRED, "eagle-llm")}
+    packages[TRITON] = next(filter(None, map(installed_version, TRITONS)), None)
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": {name: installed_version(name) for name in (*REQUIRED, "eagle-llm")} | {TRITON: triton_version()},
+        "packages": packages,
         "torch": torch,
         "triton": probe_triton(torch),
         "hidden": os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"),
@@ -82,10 +83,6 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def triton_version() -> str | None:
-    return next(filter(None, map(installed_version, TRITONS)), None)
 
 
 def probe_torch() -> dict[str, Any]:

@@ -51,6 +51,9 @@ def totals_table(answered: Mapping[str, Sequence[Answer]]) -> str:
     from eagle_triton.comparison.figures import Totals  # here: it imports torch
 
     columns = "=method, answers, tokens, seconds, tokens/s=tokens_per_second, tau, accepted, of=proposed"
-    found = {method: Totals.of(answers) for method, answers in answered.items()}
-    rates = {method: {"tokens_per_second": of.tokens_per_second, "tau": of.tau} for method, of in found.items()}
-    return table_of(columns, [{"method": method, **vars(of), **rates[method]} for method, of in found.items()])
+    rows = []
+    for method, answers in answered.items():
+        totals = Totals.of(answers)
+        rates = {"tokens_per_second": totals.tokens_per_second, "tau": totals.tau}
+        rows.append({"method": method, **vars(totals), **rates})
+    return table_of(columns, rows)

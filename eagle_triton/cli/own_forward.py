@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,16 +53,10 @@ class OwnForward:
         else:
             decoding = Decoding(reader, processor, generator)
         text = Text(prompt, longest(checked_prompt(prompt, *readers), settings.length, reader), frozenset(stop_ids))
-        with _counted(target, counts, "target_forwards"), _counted(drafter, counts, "drafter_forwards"):
-            decoding.begin(text)
-            yield Step((text.tokens[-1],), drafts=()), text.finished
-            while not text.finished:
-                record = decoding.step(text)
-                step = Step(
-                    tuple(text.tokens[-record.emitted :]), record.accepted, record.proposed,
-                    tuple(decoding.drafts), record.h_norm, record.h_ema, record.gamma,
-                )  # fmt: skip
-                yield step, text.finished
+        for step in _steps_of(decoding, text):
+            counts.target_forwards = reader.forwards
+            counts.drafter_forwards = sum(drafting.forwards for drafting in readers[1:])
+            yield step, text.finished
         counts.finished = "stop" if text.ended else "length"
 
     def _ngram_storage(self, settings: Settings, vocabulary: int) -> INgramStorage:
@@ -75,6 +68,18 @@ class OwnForward:
         elif settings.reset_in_between:
             self._storage[1].reset()
         return self._storage[1]
+
+
+def _steps_of(decoding: Decoding, text: Text) -> Iterator[Step]:
+    """The steps until the text is finished."""
+    decoding.begin(text)
+    yield Step((text.tokens[-1],), drafts=())
+    while not text.finished:
+        record = decoding.step(text)
+        yield Step(
+            tuple(text.tokens[-record.emitted :]), record.accepted, record.proposed,
+            tuple(decoding.drafts), record.h_norm, record.h_ema, record.gamma,
+        )  # fmt: skip
 
 
 def processor_of(settings: Settings) -> LogitsProcessor:
@@ -95,20 +100,3 @@ def egag_config(settings: Settings) -> EGAGConfig:
     return EGAGConfig(
         settings.egag_gamma_min, settings.gamma_max, settings.egag_ema, settings.egag_scale, settings.egag_mode
     )
-
-
-@contextmanager
-def _counted(model: nn.Module | None, counts: Counts, name: str) -> Iterator[None]:
-    """Count the forwards of a model inside the block."""
-    if model is None:
-        yield
-        return
-
-    def count(*_: Any) -> None:
-        setattr(counts, name, getattr(counts, name) + 1)
-
-    hook = model.register_forward_pre_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()

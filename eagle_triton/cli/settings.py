@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from eagle_triton.command_line import MAX_TOKENS
+
 METHODS = ("target", "drafter", "speculative", "ngram", "eagle", "block", "block_tree", "suffix", "hybrid")
 ON_ENGINE = ("eagle", "block", "block_tree", "suffix", "hybrid")  # methods that only the engine has
 READERS = {  # drafting models, and the methods that read each
@@ -26,7 +28,6 @@ PROCESSORS = {  # the arguments of each, in their written order
 }
 STORAGES = ("basic", "onelevel")
 MAX_DRAFTS = 63  # in a chain: a tree of 64 nodes is the engine's largest
-MAX_TOKENS = 10_000_000  # more than any model has positions
 MAX_SEED = 2**63 - 1
 
 

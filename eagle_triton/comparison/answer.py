@@ -145,7 +145,6 @@ def take(
     taken. fields: of the answer.
     """
     taken: list[Step] = []
-    texts: list[str] = []
     first = 0.0
     began = time.perf_counter()
     try:
@@ -154,18 +153,16 @@ def take(
                 first = first or time.perf_counter() - began
                 taken.append(step)
                 if on_step is not None and stream is not None:
-                    texts.append(stream.push(*step.tokens) + (stream.finish() if last else ""))
-                    on_step(step, texts[-1])
+                    on_step(step, stream.push(*step.tokens) + (stream.finish() if last else ""))
     except KeyboardInterrupt:
         counts.finished = "interrupted"
     seconds = time.perf_counter() - began
     tokens = tuple(token for step in taken for token in step.tokens)
-    if stream is not None and on_step is None:
-        texts.append(stream.push(*tokens) + stream.finish())
-    elif stream is not None and counts.finished == "interrupted":
-        texts.append(stream.finish())
+    if stream is not None:
+        stream.push(*tokens if on_step is None else ())
+        stream.finish()
     return Answer(
-        method, tokens, "".join(texts), tuple(taken), seconds, first,
+        method, tokens, "" if stream is None else stream.text, tuple(taken), seconds, first,
         counts.target_forwards, counts.drafter_forwards, counts.finished, **fields,
     )  # fmt: skip
 
@@ -184,21 +181,20 @@ def session_steps(session: Session, counts: Counts, gamma: int | None = None) ->
                 counts.finished = piece.completion.finished
             counts.drafter_forwards += piece.draft_forwards
             counts.target_forwards += piece.tree is not None
-            step = Step(tuple(piece.tokens))
+            step, reading = Step(tuple(piece.tokens)), piece.egag
             if piece.tree is not None:
                 drafts = None if piece.drafts is None else tuple(piece.drafts)
                 step = Step(step.tokens, piece.accepted, piece.proposed, drafts, gamma=gamma)
-                if piece.egag is not None and piece.egag.h_norm == piece.egag.h_norm:  # no NaN
-                    reading = piece.egag
+                if reading is not None and reading.h_norm == reading.h_norm:  # no NaN
                     step = dataclasses.replace(step, h_norm=reading.h_norm, h_ema=reading.h_ema, gamma=reading.gamma)
             yield step, piece.completion is not None
 
 
-def open_session(inference: EAGLEInference, rows: int, stop: bool = True, report_drafts: bool = False) -> Session:
-    """A session for one request at a time, without text. stop: end at the target's stop tokens."""
+def open_session(inference: EAGLEInference, rows: int, report_drafts: bool = False) -> Session:
+    """A session for one request at a time, without text."""
     return Session(
         inference.engine, inference.policy(1), 1, rows,
-        tokenizer=inference.tokenizer, stop_ids=inference.pair.stop_ids if stop else (), text=False,
+        tokenizer=inference.tokenizer, stop_ids=inference.pair.stop_ids, text=False,
         report_drafts=report_drafts, config=inference.config, max_positions=inference.pair.max_positions,
     )  # fmt: skip
 
@@ -211,7 +207,7 @@ def ask(
     Raises RuntimeError if it fails, KeyboardInterrupt if it is interrupted.
     """
     counts = Counts()
-    stream = None if session.tokenizer is None else TextStream(session.tokenizer, prompt[-16:])
+    stream = None if session.tokenizer is None else TextStream(session.tokenizer, prompt)
     Stopwatch(device)  # waits for the device
     session.submit(list(prompt), new, **sampling)
     answer = take(method, session_steps(session, counts), counts, stream)

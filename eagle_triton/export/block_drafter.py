@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_triton.demo import path_of
 from eagle_triton.export import sglang, vllm
-from eagle_triton.export.contents import ExportError, Target, settled_scaling
+from eagle_triton.export.contents import ExportError, Target, dtype_name, settled_scaling
 from eagle_triton.export.launch_plan import LaunchPlan
 from eagle_triton.export.source import find_source
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
@@ -47,19 +47,9 @@ class BlockContents:
     target: Target
 
     @property
-    def dtype(self) -> str:
-        """The dtype of its matrices, by its name in configurations."""
-        return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")
-
-    @property
     def windows(self) -> set[int]:
         """The sizes of its layers' sliding windows."""
         return {window for window in self.config.windows if window is not None}
-
-    @property
-    def causal_where_sliding(self) -> bool:
-        """Whether exactly the layers with a sliding window are causal."""
-        return self.config.causal == tuple(window is not None for window in self.config.windows)
 
 
 def is_block(head: Any) -> bool:
@@ -109,7 +99,8 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
     ):
         if found:
             raise ExportError(f"{engine}: the block drafter has {what}, which cannot be exported to it")
-    if not (drafter.causal_where_sliding or (to == "vllm" and len(set(config.causal)) == 1)):
+    causal_where_sliding = config.causal == tuple(window is not None for window in config.windows)
+    if not (causal_where_sliding or (to == "vllm" and len(set(config.causal)) == 1)):
         raise ExportError(
             f"{engine}: causal={config.causal} with windows={config.windows} is not supported: causal must be True "
             f"exactly for layers with a window, or{' in vLLM' * (to != 'vllm')} the same for all layers"
@@ -133,7 +124,7 @@ def config(drafter: BlockContents) -> dict[str, Any]:
     fields: dict[str, Any] = dict(
         architectures=["DFlash2DraftModel" if second else "DFlashDraftModel"],
         model_type="qwen3",
-        dtype=drafter.dtype,
+        dtype=dtype_name(drafter.tensors),
         **{name: getattr(config, name) for name in SIZES},
         hidden_act="silu",
         max_position_embeddings=target.max_position_embeddings,

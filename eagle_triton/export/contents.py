@@ -78,7 +78,7 @@ class HeadContents:
     @property
     def dtype(self) -> str:
         """The dtype of its matrices, by its name in configurations."""
-        return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")
+        return dtype_name(self.tensors)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -100,6 +100,11 @@ class HeadContents:
         """The changes to the head, for any engine."""
         trained, written = self.trained_positions, self.config.max_position_embeddings
         return (POSITIONS.format(trained, written),) if trained < written else ()
+
+
+def dtype_name(tensors: Mapping[str, Tensor]) -> str:
+    """The dtype of a draft's matrices, by its name in configurations."""
+    return str(tensors["fc.weight"].dtype).removeprefix("torch.")
 
 
 def read_contents(head: Any, target: Any, tree: Mapping[str, int | None], chain: int | None = None) -> HeadContents:

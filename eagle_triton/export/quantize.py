@@ -159,10 +159,9 @@ def quantize_checkpoint(
     if to not in FAMILIES:
         raise ValueError(f"to must be {' or '.join(FAMILIES)}, got {to!r}")
     folder = free_folder(path)
-    _configuration(_fetched(target, DESCRIPTIONS), target, to)  # before gigabytes are fetched
+    config, raw = _configuration(_fetched(target, DESCRIPTIONS), target, to)  # before gigabytes are fetched
     _fetched(target, (f"{TEMPLATES}/*.jinja",), ())
     source = _fetched(target, (*DESCRIPTIONS, "*.safetensors"))
-    config, raw = _configuration(source, target, to)
     files = _weight_files(source)
     wanted = _projections(config)
     if missing := sorted(wanted.keys() - {name for names in files.values() for name in names}):

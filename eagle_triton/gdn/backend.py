@@ -15,9 +15,10 @@ from eagle_triton.gdn.convolution import causal_conv1d_fn, causal_conv1d_update,
 from eagle_triton.gdn.gating import fused_gdn_gating
 from eagle_triton.gdn.layer import default_device
 from eagle_triton.gdn.operations import operations_for
+from eagle_triton.gdn.packing import split_heads
 from eagle_triton.gdn.rules import chunk_gated_delta_rule
 from eagle_triton.gdn.slot_rules import fused_recurrent_gated_delta_rule_update, fused_sigmoid_gating_delta_rule_update
-from eagle_triton.gdn.slots import check_slots, put, take, without_padding
+from eagle_triton.gdn.slots import check_slots, put, take, take_continued, without_padding
 from eagle_triton.gdn.tree import ancestor_mask
 from eagle_triton.operands.ancestors import pack_ancestors
 
@@ -125,11 +126,7 @@ class GDNAttnBackend:
                 mixed_qkv.T, conv_weights, bias, conv_state, query_start_loc, seq_lens_cpu, slots, has_initial_state,
                 activation,
             ).T[None]  # fmt: skip
-            states = take(ssm_state, slots)
-            if has_initial_state is None:
-                states.zero_()
-            else:
-                states.masked_fill_(~has_initial_state.view(-1, 1, 1, 1), 0.0)
+            states = take_continued(ssm_state, slots, has_initial_state)
             out, states = _prompts(layer, mixed, a[None], b[None], states, query_start_loc)
             put(ssm_state, slots, states)
             lengths = query_start_loc.diff()
@@ -166,10 +163,7 @@ class _Layer(NamedTuple):
 
     def heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [B, T, H, K], v [B, T, HV, V] from mixed [B, T, C]."""
-        keys = self.key_channels
-        q, k, v = mixed.split((keys, keys, mixed.shape[-1] - 2 * keys), dim=-1)
-        q, k = (x.unflatten(-1, (-1, self.key_dim)) for x in (q, k))
-        return q, k, v.unflatten(-1, (-1, self.value_dim))
+        return split_heads(mixed, self.key_channels // self.key_dim, self.key_dim, self.value_dim)
 
     def by_key_head(self, gate: Tensor) -> Tensor:
         """A gate [B, T, HV] in the form of the engine's operations: [B, T, H, R]."""

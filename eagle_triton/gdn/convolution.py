@@ -13,12 +13,11 @@ from torch.nn import functional
 
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.packing import sequence_lengths
-from eagle_triton.gdn.slots import check_slots, put, take, without_padding
+from eagle_triton.gdn.slots import check_slots, put, take, take_continued, without_padding
 from eagle_triton.gdn.tree import MAX_NODES, ancestor_mask, link_parents
 from eagle_triton.operands.ancestors import pack_ancestors
 
 SILU = ("silu", "swish", True)
-NO_ACTIVATION = (None, False)
 
 
 def causal_conv1d_fn(
@@ -56,11 +55,7 @@ def causal_conv1d_fn(
         windows = x.new_zeros(count, *shape)
     else:
         check_slots(name, "conv_states", conv_states, slots, shape, count)
-        windows = take(conv_states, slots)
-        if has_initial_state is None:
-            windows.zero_()
-        else:
-            windows.masked_fill_(~has_initial_state.view(count, 1, 1), 0.0)
+        windows = take_continued(conv_states, slots, has_initial_state)
     windows = windows.mT.to(x.dtype).contiguous()
     outputs = [
         convolve(row, weight, windows[index : index + 1], bias, activation) if row.shape[1] else row
@@ -189,5 +184,5 @@ def check_convolution(name: str, weight: Tensor, bias: Tensor | None, activation
             f"{name}: weight must be [C, W] and bias [C] or None, got {list(weight.shape)} and "
             f"{None if bias is None else list(bias.shape)}"
         )
-    if activation not in (*SILU, *NO_ACTIVATION):
+    if activation not in (*SILU, None, False):
         raise ValueError(f"{name}: activation must be silu, swish or None, got {activation!r}")

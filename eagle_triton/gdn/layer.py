@@ -12,7 +12,7 @@ from eagle_triton.engine.operations import make_operations
 from eagle_triton.gdn.gating import fused_gdn_gating
 from eagle_triton.gdn.norm import RMSNormGated
 from eagle_triton.gdn.operations import operations_for
-from eagle_triton.gdn.packing import sequence_lengths
+from eagle_triton.gdn.packing import sequence_lengths, split_heads
 from eagle_triton.gdn.rules import CHUNK_ABOVE, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from eagle_triton.runtime.split_sums import total_of
 from eagle_triton.values import check_choice, check_range
@@ -174,12 +174,9 @@ class Qwen3GatedDeltaNet(nn.Module):
 
     def _unnormed(self, mixed: Tensor, a: Tensor, b: Tensor, memory: DeltaMemory, mode: str) -> Tensor:
         """The rule over q and k without norms; the engine's operations norm them."""
-        keys = self.num_k_heads * self.head_k_dim
-        q, k, v = mixed.split((keys, keys, mixed.shape[-1] - 2 * keys), -1)
-        q, k = (x.unflatten(-1, (self.num_k_heads, -1)) for x in (q, k))
+        q, k, v = split_heads(mixed, self.num_k_heads, self.head_k_dim, self.head_v_dim)
         g, beta = fused_gdn_gating(self.A_log, a.flatten(2), b.flatten(2), self.dt_bias)
         rule = chunk_gated_delta_rule if mode == "chunk" else fused_recurrent_gated_delta_rule
-        v = v.unflatten(-1, (self.num_v_heads, -1))
         out, state = rule(q, k, v, g, beta, initial_state=memory.state, output_final_state=True)
         assert state is not None, "it was asked for"
         memory.state.copy_(state)

@@ -1,4 +1,4 @@
-"""Sequences of several lengths, one after the other in one row, with their ends in cu_seqlens."""
+"""What is packed into one row: sequences of several lengths, with their ends in cu_seqlens; heads side by side."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def sequence_lengths(name: str, cu_seqlens: Tensor | None, x: Tensor) -> list[in
             f"got {len(x)} rows and {ends}"
         )
     return lengths
+
+
+def split_heads(mixed: Tensor, heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B, T, H, K], v [B, T, HV, V] from mixed [B, T, 2 H K + HV V]."""
+    keys = heads * key_dim
+    q, k, v = mixed.split((keys, keys, mixed.shape[-1] - 2 * keys), dim=-1)
+    return q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (-1, value_dim))
 
 
 def padded(x: Tensor, lengths: list[int] | None, value: float = 0.0) -> Tensor:

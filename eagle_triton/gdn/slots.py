@@ -22,6 +22,12 @@ def take(pool: Tensor, slots: Tensor) -> Tensor:
     return pool[slots.clamp(min=0).long()]
 
 
+def take_continued(pool: Tensor, slots: Tensor, continues: Tensor | None) -> Tensor:
+    """`take`, with zeros for sequences that begin anew: where continues [N] is False; None: all of them."""
+    rows = take(pool, slots)
+    return torch.zeros_like(rows) if continues is None else _zeroed(rows, ~continues)
+
+
 def put(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write rows [N, ...] to their slots, in place, without padding."""
     kept = slots >= 0
@@ -30,4 +36,8 @@ def put(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 def without_padding(rows: Tensor, slots: Tensor) -> Tensor:
     """rows [N, ...], zeros where a slot is padding."""
-    return rows.masked_fill((slots < 0).view(-1, *[1] * (rows.dim() - 1)), 0.0)
+    return _zeroed(rows, slots < 0)
+
+
+def _zeroed(rows: Tensor, where: Tensor) -> Tensor:
+    return rows.masked_fill(where.view(-1, *[1] * (rows.dim() - 1)), 0.0)

@@ -10,9 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.state import Tree
-from eagle_triton.operands.ancestors import pack_ancestors
-
 MAX_NODES = 64  # of a tree in one forward: its ancestors are one word
 
 
@@ -89,11 +86,6 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     for _ in range((nodes - 1).bit_length()):  # each product sees twice as far
         sees = ((sees @ sees) > 0).float()
     return sees > 0
-
-
-def tree_of(tokens: Tensor, parents: Tensor, mask: Tensor) -> Tree:
-    """Trees for the engine's verification: tokens [B, N] with the root, parents and mask as above."""
-    return Tree(tokens, parents, (mask.sum(-1) - 1).int(), pack_ancestors(mask))
 
 
 def tree_parts(mask: Tensor) -> list[Tensor]:

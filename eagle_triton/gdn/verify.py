@@ -8,11 +8,13 @@ from torch import Tensor
 from eagle_triton.engine.model.gated_delta import GatedDeltaCache
 from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.state import Tree
 from eagle_triton.engine.step import Mode, verify
 from eagle_triton.gdn.model import SimpleLMWithGDN
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.prefix_states import check_device
-from eagle_triton.gdn.tree import ancestor_mask, candidate_parents, tree_of
+from eagle_triton.gdn.tree import ancestor_mask, candidate_parents
+from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import Verification
 
@@ -99,7 +101,7 @@ class GDNVerifyWorker:
         path, accepted, following = verify(
             ops,
             self.target_model.logits(hidden),
-            tree_of(tokens, parents, mask),
+            Tree(tokens, parents, (mask.sum(-1) - 1).int(), pack_ancestors(mask)),
             depth,
             before,
             sampling_tensors(params, before),
@@ -148,12 +150,8 @@ class GDNVerifyWorker:
 def sampling_tensors(params: SamplingParams, before: Tensor) -> SamplingTensors:
     """The options of B sequences with their seeds. before [B] int32: their lengths, on which random numbers also
     depend."""
-    batch, device = len(before), before.device
-    return SamplingTensors(
-        temperature=torch.full((batch,), params.temperature, dtype=torch.float32, device=device),
-        top_k=torch.zeros(batch, dtype=torch.int32, device=device),
-        top_p=torch.ones(batch, dtype=torch.float64, device=device),
-        min_p=torch.zeros(batch, dtype=torch.float32, device=device),
-        seed=torch.tensor(params.seeds(batch), dtype=torch.int64, device=device),
-        step=before.long(),
-    )
+    found = SamplingTensors.zeros(len(before), before.device)
+    found.temperature.fill_(params.temperature)
+    found.top_p.fill_(1.0)
+    found.seed.copy_(torch.tensor(params.seeds(len(before)), dtype=torch.int64))
+    return found._replace(step=before.long())

@@ -45,19 +45,16 @@ def patch() -> Originals:
 def _patch_points_0_5_13(utils: ModuleType, skipped: dict[str, str]) -> list[PatchPoint]:
     """Each module imported the names for itself, those that this device has; where it has no kernel for sampled trees,
     three constants send them to the argmax."""
-    gpu = utils.is_cuda() or utils.is_hip()
+    cuda = utils.is_cuda()
+    gpu = cuda or utils.is_hip()
     eagle, info, info_v2 = _module("eagle_utils"), _module("eagle_info"), _module("eagle_info_v2")
-    ngram = _module("ngram_info")
+    ngram, verify_greedy = _module("ngram_info"), replacements.verify_tree_greedy
     _existing(eagle, "build_tree_kernel_efficient")  # which calls the first of these
     patch_points = [
-        _patch_point(eagle, "sgl_build_tree_kernel_efficient", replacements.build_tree, _BUILD, may_lack=not gpu)
+        _patch_point(eagle, "sgl_build_tree_kernel_efficient", replacements.build_tree, _BUILD, may_lack=not gpu),
+        *(_patch_point(module, "verify_tree_greedy_func", verify_greedy, _GREEDY) for module in (eagle, info, info_v2)),
+        _patch_point(ngram, "verify_tree_greedy", verify_greedy, _GREEDY, may_lack=not gpu),
     ]
-    for module in (eagle, info, info_v2):
-        patch_points.append(_patch_point(module, "verify_tree_greedy_func", replacements.verify_tree_greedy, _GREEDY))
-    patch_points.append(
-        _patch_point(ngram, "verify_tree_greedy", replacements.verify_tree_greedy, _GREEDY, may_lack=not gpu)
-    )
-    cuda = utils.is_cuda()
     for module in (info, info_v2, ngram):
         kernel = replacements.tree_speculative_sampling_target_only
         patch_points.append(_patch_point(module, SAMPLING_KERNEL, kernel, _SAMPLED, may_lack=not cuda))

@@ -10,12 +10,7 @@ import torch
 
 from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.arguments import checked_end_tokens, checked_prompt, longest
-from eagle_triton.speculative_decoding.engine_decoding import (
-    continue_on_engine,
-    engine_for,
-    naive_config,
-    why_not_greedy,
-)
+from eagle_triton.speculative_decoding.engine_decoding import continue_on_engine, engine_for, why_not_greedy
 from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor, LogitsProcessor, draw
 from eagle_triton.speculative_decoding.readers import CausalReader, EncoderDecoderReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
@@ -54,7 +49,7 @@ def autoregressive_generate(
     prompt = checked_prompt(inputs, reader)
     text = Text(prompt, longest(prompt, max_gen_len, reader), checked_end_tokens(eos_tokens_id), debug=debug)
     reason = why_not_greedy(use_cache, logits_processor, generator)
-    with engine_for(engine, reason, reader, naive_config) as inference:
+    with engine_for(engine, reason, reader, method="naive") as inference:
         if inference is not None:
             continue_on_engine(inference, text)
             return text.output

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -40,11 +40,6 @@ class _Kept(NamedTuple):
     max_positions: int | None
     inference: EAGLEInference
 
-    def serves(self, drafter: Any, target: Any, config: EAGLEConfig, max_positions: int | None) -> bool:
-        """Whether the engine is for these models, and the models have not changed."""
-        same = self.drafter is drafter and self.target is target
-        return same and (self.config, self.max_positions) == (config, max_positions) and not _change(self.inference)
-
 
 _kept: _Kept | None = None
 _in_use = threading.Lock()
@@ -64,14 +59,15 @@ def engine_for(
     engine: bool | None,
     reason: str | None,
     target: CausalReader,
-    config: Callable[[], EAGLEConfig],
     drafter: CausalReader | None = None,
+    egag: EGAGConfig | None = None,
+    **speculative: Any,
 ) -> Iterator[EAGLEInference | None]:
     """An engine for these models, or None if their own forward must decode. The log says which, and why.
 
-    engine: the functions' option. reason: why the engine cannot decode the call, None: no reason is known. config:
-    makes the engine's configuration, if there is no reason. Raises ValueError with the reason for engine=True,
-    TypeError unless `engine` is True, False or None.
+    engine: the functions' option. reason: why the engine cannot decode the call, None: no reason is known. egag: for
+    the number of drafts. speculative: options of `SpeculativeConfig`; the engine drafts in every step. Raises
+    ValueError with the reason for engine=True, TypeError unless `engine` is True, False or None.
     """
     if not (engine is None or isinstance(engine, bool)):
         raise TypeError(f"engine must be True, False or None, got {engine!r}")
@@ -83,7 +79,7 @@ def engine_for(
             reason = "the engine is decoding another call"
         elif reason is None:
             stack.callback(_in_use.release)
-            inference, reason = _built(target, drafter, config)
+            inference, reason = _built(target, drafter, egag, speculative)
         if inference is not None:
             log.info("decoding on the engine")
             stack.enter_context(torch.inference_mode(False))
@@ -118,51 +114,32 @@ def why_not_drafts(first_target: bool, gamma: int, method: SpecMethod) -> str | 
     return None
 
 
-def naive_config() -> EAGLEConfig:
-    """Decode with the target alone."""
-    return EAGLEConfig(speculative=SpeculativeConfig(method="naive"))
-
-
-def draft_model_config(gamma: int, egag: EGAGConfig | None) -> EAGLEConfig:
-    """Draft a chain in every step, with a drafter."""
-    options = SpeculativeConfig(method="draft_model", num_speculative_tokens=gamma)
-    return EAGLEConfig(speculative=options, egag=egag, fallback=False)
-
-
-def ngram_config(gamma: int, n: int, storage: str) -> EAGLEConfig:
-    """Draft a chain in every step, from n-grams counted in the text alone."""
-    options = SpeculativeConfig(
-        method="nasd", num_speculative_tokens=gamma, ngram_n=n, ngram_storage=storage, filler_top_k=1
-    )
-    return EAGLEConfig(speculative=options, fallback=False)
-
-
 def _built(
-    target: CausalReader, drafter: CausalReader | None, config: Callable[[], EAGLEConfig]
+    target: CausalReader, drafter: CausalReader | None, egag: EGAGConfig | None, speculative: dict[str, Any]
 ) -> tuple[EAGLEInference | None, str | None]:
     """The kept engine if it is for these models and they have not changed, else a new one; or why there is none."""
     global _kept
     models = None if drafter is None else drafter.model, target.model
+    readers = [target] if drafter is None else [target, drafter]
     try:
-        for reader in (target, drafter):
-            if reader is not None:
-                check_causal_lm(reader.model, reader.role)
-                if any(part.training and getattr(part, "attention_dropout", 0) for part in reader.model.modules()):
-                    return None, f"the {reader.role} is in training mode with attention dropout"
-        wanted, kept = config(), _kept
-        readers = [target] if drafter is None else [target, drafter]
+        for reader in readers:
+            check_causal_lm(reader.model, reader.role)
+            if any(part.training and getattr(part, "attention_dropout", 0) for part in reader.model.modules()):
+                return None, f"the {reader.role} is in training mode with attention dropout"
+        config = EAGLEConfig(speculative=SpeculativeConfig(**speculative), egag=egag, fallback=False)
         if any(is_quantised_module(part) for reader in readers for part in reader.model.modules()):
-            wanted = wanted.changed(activations=AS_PUBLISHED)  # as the models' own forwards compute
-        if kept is not None and kept.serves(*models, wanted, target.max_positions):
+            config = config.changed(activations=AS_PUBLISHED)  # as the models' own forwards compute
+        wanted, kept = (*models, config, target.max_positions), _kept
+        if kept is not None and kept[:-1] == wanted and not _change(kept.inference):
             return kept.inference, None
         _kept = kept = None  # first, to make room for another
         with torch.inference_mode(False):
-            inference = EAGLEInference(*models, wanted)
+            inference = EAGLEInference(*models, config)
     except (TypeError, ValueError) as error:
         return None, str(error)
     if change := _change(inference):
         return None, change
-    _kept = _Kept(*models, wanted, target.max_positions, inference)
+    _kept = _Kept(*wanted, inference)
     return inference, None
 
 

@@ -59,11 +59,16 @@ class GreedyProcessor(LogitsProcessor):
 
 
 class MultinomialProcessor(LogitsProcessor):
-    """The whole distribution at a temperature."""
+    """The whole distribution at a temperature. A subclass sets top_k or top_p; top-k comes first."""
+
+    top_k: int | None = None
+    top_p: float | None = None
 
     def process(self, logits: Tensor) -> Tensor:
-        """The logits themselves."""
-        return logits
+        """-inf for the tokens that top_k and top_p leave out. Temperature 0 needs no top-p: the largest logit stays."""
+        if self.top_k is not None:
+            logits = _top_k(logits, self.top_k)
+        return logits if self.top_p is None or not self.temperature else _top_p(logits, self.top_p)
 
     def sample(self, probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A draw for each row, with the generator (None: torch's default) on its device; the result is moved back."""
@@ -80,10 +85,6 @@ class TopKProcessor(MultinomialProcessor):
         super().__init__(temperature)
         self.top_k = _checked_top_k(self, top_k)
 
-    def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others."""
-        return _top_k(logits, self.top_k)
-
 
 class NucleusProcessor(MultinomialProcessor):
     """The fewest most probable tokens with a sum of at least top_p (Holtzman et al., arXiv 1904.09751). Of equal ones
@@ -96,10 +97,6 @@ class NucleusProcessor(MultinomialProcessor):
         super().__init__(temperature)
         self.top_p = _checked_top_p(self, top_p)
 
-    def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others. Temperature 0 changes nothing, because the largest logit always stays."""
-        return _top_p(logits, self.top_p) if self.temperature else logits
-
 
 class TopKNucleusProcessor(MultinomialProcessor):
     """First top-k, then top-p over the rest. Raises ValueError as either does."""
@@ -107,10 +104,6 @@ class TopKNucleusProcessor(MultinomialProcessor):
     def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
         super().__init__(temperature)
         self.top_k, self.top_p = _checked_top_k(self, top_k), _checked_top_p(self, top_p)
-
-    def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others. Temperature 0 changes nothing, because the largest logit always stays."""
-        return _top_p(_top_k(logits, self.top_k), self.top_p) if self.temperature else logits
 
 
 def draw(processor: LogitsProcessor, probs: Tensor, generator: torch.Generator | None) -> list[int]:

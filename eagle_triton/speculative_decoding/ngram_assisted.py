@@ -18,7 +18,6 @@ from eagle_triton.speculative_decoding.base_decoding import GREEDY, Decoding
 from eagle_triton.speculative_decoding.engine_decoding import (
     EngineStep,
     engine_for,
-    ngram_config,
     steps_on_engine,
     why_not_drafts,
     why_not_greedy,
@@ -85,7 +84,8 @@ def ngram_assisted_speculative_generate(
         or why_not_counted(ngramstorage, stop_if_unknown, filler_top_k, filler_weight)
     )
     kind = "basic" if type(ngramstorage) is NGramStorage else "onelevel"
-    with engine_for(engine, reason, plain, lambda: ngram_config(gamma, ngramstorage.n, kind)) as inference:
+    counted: dict[str, Any] = {"ngram_n": ngramstorage.n, "ngram_storage": kind, "filler_top_k": 1}
+    with engine_for(engine, reason, plain, method="nasd", num_speculative_tokens=gamma, **counted) as inference:
         if inference is not None:
             ngramstorage.initialize(_row(prompt))
             for step in steps_on_engine(inference, text, gamma):
@@ -133,7 +133,9 @@ class NgramDecoding(Decoding):
         accepted = next((place for place, token in enumerate(drafts) if token != own[place]), len(drafts))
         token = None if text.ends_with(drafts[:accepted]) else own[accepted]
         record = text.take_step(drafts, accepted, token, self.gamma)
-        learn(self.storage, text.tokens, before, logits, self.filler_top_k, self.filler_weight)
+        filled = self.filler_top_k > 1 and self.filler_weight > 0
+        fillers = logits.topk(self.filler_top_k).indices.cpu() if filled else None
+        learn(self.storage, text.tokens, before, fillers, self.filler_weight)
         return record
 
 
@@ -184,28 +186,19 @@ def learn_step(storage: INgramStorage, text: Text, step: EngineStep, gamma: int)
         most = min(gamma, text.total - before - 1)
         if len(step.drafts) < most and not text.ends_with(step.drafts):
             storage.next_token(_row(text.tokens[:before] + step.drafts))  # unknown context: draws from its generator
-    learn(storage, text.tokens, before, None, 1, 0)
+    learn(storage, text.tokens, before)
 
 
 def learn(
-    storage: INgramStorage,
-    tokens: list[int],
-    before: int,
-    logits: Tensor | None,
-    filler_top_k: int,
-    filler_weight: float,
+    storage: INgramStorage, tokens: list[int], before: int, fillers: Tensor | None = None, weight: float = 1
 ) -> None:
-    """Count tokens[before:], and the largest of the logits [m, V] from which each was drawn."""
-    fillers = None if logits is None else logits.topk(filler_top_k).indices.cpu()
+    """Count tokens[before:], and after the context of each its fillers [m, k], `weight` times."""
+    options = {} if weight == 1 else {"weight": weight}  # a user's own storage may take no weight
     for place in range(before, len(tokens)):
         context = _row(tokens[:place])
         storage.update(context, _row(tokens[place : place + 1]))
-        if fillers is None:
-            continue
-        if filler_top_k > 1 and filler_weight == 1:
-            storage.update(context, fillers[place - before, None])
-        elif filler_top_k > 1 and filler_weight > 0:
-            storage.update(context, fillers[place - before, None], weight=filler_weight)
+        if fillers is not None:
+            storage.update(context, fillers[place - before, None], **options)
 
 
 def _row(tokens: list[int]) -> Tensor:

@@ -24,7 +24,8 @@ class CausalReader:
     Without use_cache it reads the whole sequence each time.
 
     role: the model's name in errors. vocabulary: the size of its logits. max_positions: its longest sequence, None: not
-    known. Raises TypeError for what is no model, and ValueError for a cache with layers that cannot be pruned.
+    known. forwards: the number so far. Raises TypeError for what is no model, and ValueError for a cache with layers
+    that cannot be pruned.
     """
 
     def __init__(self, model: Any, use_cache: bool = False, role: str = "model") -> None:
@@ -36,6 +37,7 @@ class CausalReader:
         self.device = model_device(model)
         self._parameters = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model.forward)
+        self.forwards = 0
         self._read: list[int] = []
         self._cache: Any = None
         if use_cache:
@@ -52,6 +54,7 @@ class CausalReader:
 
     def logits(self, ids: list[int], rows: int = 1) -> Tensor:
         """float32 [rows, V]: the logits after each of the last `rows` tokens of ids. Raises ValueError for NaN."""
+        self.forwards += 1
         if self.use_cache:
             kept = min(_common_prefix(self._read, ids), len(ids) - rows)
             if kept == 0:
@@ -131,7 +134,5 @@ def _text_config(model: Any) -> Any:
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:
-    for place, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return place
-    return min(len(first), len(second))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))

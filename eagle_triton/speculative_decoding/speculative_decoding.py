@@ -22,7 +22,6 @@ from eagle_triton.speculative_decoding.arguments import (
 from eagle_triton.speculative_decoding.base_decoding import GREEDY, Decoding, start_token
 from eagle_triton.speculative_decoding.egag import EntropyGuide, egag_config
 from eagle_triton.speculative_decoding.engine_decoding import (
-    draft_model_config,
     engine_for,
     steps_on_engine,
     why_not_drafts,
@@ -85,9 +84,9 @@ def speculative_generate(
     egag = egag_config(
         gamma, gamma_min, gamma_max, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda
     )
-    plain, prompt = checked_pair(inputs, drafter, target, tokenizer)
+    (plain_drafter, plain_target), prompt = checked_pair(inputs, drafter, target, tokenizer)
     ends = checked_end_tokens(eos_tokens_id)
-    text = Text(prompt, longest(prompt, max_gen_len, plain[1]), ends, debug=debug, tokenizer=tokenizer, trace=trace)
+    text = Text(prompt, longest(prompt, max_gen_len, plain_target), ends, debug=debug, tokenizer=tokenizer, trace=trace)
     rule = replace(egag, exact=True) if use_egag else None
     drafts = egag.gamma_max if use_egag and egag.gamma_max is not None else gamma
     reason = why_not_greedy(use_cache, logits_processor, generator) or why_not_drafts(
@@ -95,9 +94,10 @@ def speculative_generate(
     )
     if reason is None and skip_sample_adjustment:
         reason = "skip_sample_adjustment=True is no rule of the engine"
-    if reason is None and plain[0].max_positions is not None and plain[0].max_positions < text.total:
-        reason = f"the drafter has {plain[0].max_positions} positions, and the text may have {text.total} tokens"
-    with engine_for(engine, reason, plain[1], lambda: draft_model_config(drafts, rule), plain[0]) as inference:
+    if reason is None and plain_drafter.max_positions is not None and plain_drafter.max_positions < text.total:
+        reason = f"the drafter has {plain_drafter.max_positions} positions, and the text may have {text.total} tokens"
+    options = {"method": "draft_model", "num_speculative_tokens": drafts}
+    with engine_for(engine, reason, plain_target, plain_drafter, rule, **options) as inference:
         if inference is not None:
             for _ in steps_on_engine(inference, text, gamma, rule):
                 pass

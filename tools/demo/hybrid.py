@@ -25,13 +25,8 @@ def target_config(recipe: Recipe) -> dict:
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "vocab_size": recipe.vocab_size,
-        "hidden_size": recipe.hidden_size,
+        **recipe.sizes,
         "intermediate_size": recipe.hybrid_intermediate_size,
-        "num_hidden_layers": recipe.num_layers,
-        "num_attention_heads": recipe.num_heads,
-        "num_key_value_heads": recipe.num_kv_heads,
-        "head_dim": recipe.head_dim,
         "linear_num_key_heads": recipe.key_heads,
         "linear_num_value_heads": recipe.value_heads,
         "linear_key_head_dim": recipe.delta_head_dim,
@@ -41,8 +36,6 @@ def target_config(recipe: Recipe) -> dict:
             "full_attention" if index % 4 == 3 else "linear_attention" for index in range(recipe.num_layers)
         ],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        "max_position_embeddings": recipe.max_positions,
-        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
         "mtp_num_hidden_layers": 1,
         "bos_token_id": END_OF_TEXT_ID,

@@ -24,13 +24,7 @@ def target_config(recipe: Recipe) -> dict:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "vocab_size": recipe.vocab_size,
-        "hidden_size": recipe.hidden_size,
-        "intermediate_size": recipe.intermediate_size,  # of layers without experts, of which there are none
-        "num_hidden_layers": recipe.num_layers,
-        "num_attention_heads": recipe.num_heads,
-        "num_key_value_heads": recipe.num_kv_heads,
-        "head_dim": recipe.head_dim,
+        **recipe.sizes,  # intermediate_size is of layers without experts, which it does not have
         "num_experts": recipe.experts,
         "num_experts_per_tok": recipe.experts_per_token,
         "moe_intermediate_size": recipe.expert_size,
@@ -39,8 +33,6 @@ def target_config(recipe: Recipe) -> dict:
         "mlp_only_layers": [],
         "router_aux_loss_coef": recipe.router_balance,
         "rope_theta": 10000.0,
-        "max_position_embeddings": recipe.max_positions,
-        "rms_norm_eps": 1e-6,
         "attention_bias": False,
         "tie_word_embeddings": True,
         "bos_token_id": END_OF_TEXT_ID,

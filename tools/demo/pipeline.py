@@ -8,6 +8,7 @@ import functools
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,35 @@ def file_sizes(directory: Path) -> dict[str, int]:
 
 
 class Pipeline:
-    """The stages by name, and what several of them share, made once and only if needed."""
+    """The stages, and what several of them share, made once and only if needed."""
 
     def __init__(self, run: Run, library: Path, with_tests: bool, eval_prompts: int) -> None:
         self.run, self.recipe, self.library, self.eval_prompts = run, run.recipe, library, eval_prompts
         self.files = library_files(library, with_tests)
         self.texts = {held: [t for path, t in self.files if is_held_out(path) == held] for held in (False, True)}
+
+    @property
+    def stages(self) -> dict[str, Callable[[], dict]]:
+        """What each stage does, by its name; it returns what was reached."""
+        run = self.run
+        return {
+            "tokenizer": self.tokenizer,
+            "target": lambda: train_target(run, *self.streams),
+            "prompts": self.prompts,
+            "eagle3": lambda: train_head("eagle3", run, *self.lessons),
+            "eagle1": lambda: train_head("eagle1", run, *self.lessons),
+            "evaluate": lambda: evaluate(run, self.evaluated),
+            "hybrid": self.hybrid,
+            "mtp": lambda: hybrid.train_mtp(run, *self.lessons_of(hybrid.HybridTeacher(run))),
+            "evaluate_mtp": lambda: hybrid.evaluate(run, self.evaluated),
+            "draft": self.draft,
+            "evaluate_draft": lambda: draft.evaluate(run, self.evaluated),
+            "block": self.block,
+            "evaluate_block": lambda: block.evaluate(run, self.evaluated),
+            "mixture": self.mixture,
+            "mixture_head": lambda: train_head("eagle3", self.of_mixture, *self.lessons_of(Teacher(self.of_mixture))),
+            "evaluate_mixture": lambda: mixture.evaluate(self.of_mixture, self.evaluated, self.streams[1]),
+        }
 
     @functools.cached_property
     def streams(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +83,7 @@ class Pipeline:
         return json.loads((self.run.output / "prompts.json").read_text(encoding="utf-8"))[: self.eval_prompts]
 
     @functools.cached_property
-    def mixture_run(self) -> Run:
+    def of_mixture(self) -> Run:
         """Where and how the mixture of experts and its head are trained."""
         return dataclasses.replace(self.run, recipe=self.recipe.of_mixture, output=self.run.output / "moe")
 
@@ -91,64 +115,34 @@ class Pipeline:
             "bytes_per_token": round(size / train.numel(), 3),
         }
 
-    def target(self) -> dict:
-        return train_target(self.run, *self.streams)
-
     def prompts(self) -> dict:
         prompts = held_out_prompts(self.files)
         write_json(self.run.output / "prompts.json", prompts)
         return {"count": len(prompts)}
 
-    def eagle3(self) -> dict:
-        return train_head("eagle3", self.run, *self.lessons)
-
-    def eagle1(self) -> dict:
-        return train_head("eagle1", self.run, *self.lessons)
-
     def hybrid(self) -> dict:
         self.tokenizer_for(self.run.hybrid_directory)
         return train_target(self.run, *self.streams, hybrid.new_target, hybrid.target_config, self.run.hybrid_directory)
-
-    def mtp(self) -> dict:
-        return hybrid.train_mtp(self.run, *self.lessons_of(hybrid.HybridTeacher(self.run)))
-
-    def evaluate_mtp(self) -> dict:
-        return hybrid.evaluate(self.run, self.evaluated)
 
     def draft(self) -> dict:
         self.tokenizer_for(self.run.draft_directory)
         return draft.train_draft(self.run, *self.lessons)
 
-    def evaluate_draft(self) -> dict:
-        return draft.evaluate(self.run, self.evaluated)
-
     def block(self) -> dict:
         train = functools.partial(block.train_block, self.run)
         return {"full": train(False, *self.lessons), "causal": train(True, *self.lessons)}
 
-    def evaluate_block(self) -> dict:
-        return block.evaluate(self.run, self.evaluated)
-
     def mixture(self) -> dict:
-        run = self.mixture_run
+        run = self.of_mixture
         self.tokenizer_for(run.target_directory)
         made_by = mixture.new_target, mixture.target_config
         return train_target(run, *self.streams, *made_by, added_loss=mixture.balance_loss)
-
-    def mixture_head(self) -> dict:
-        return train_head("eagle3", self.mixture_run, *self.lessons_of(Teacher(self.mixture_run)))
-
-    def evaluate_mixture(self) -> dict:
-        return mixture.evaluate(self.mixture_run, self.evaluated, self.streams[1])
 
     def tokenizer_for(self, directory: Path) -> None:
         """The target's tokenizer beside another model."""
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
             if (source := self.run.target_directory / name).exists():
                 shutil.copyfile(source, directory / name)
-
-    def evaluate(self) -> dict:
-        return evaluate(self.run, self.evaluated)
 
 
 def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
@@ -163,7 +157,7 @@ def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
             continue
         print(f"{stage} ...", flush=True)
         begin = time.monotonic()
-        reached = getattr(pipeline, stage)()
+        reached = pipeline.stages[stage]()
         seconds = round(time.monotonic() - begin, 1)
         made_with = {**machine(run.device), "tokenizers": tokenizers.__version__}
         results[stage] = {**reached, "seconds": seconds, "made_with": made_with}

@@ -91,6 +91,21 @@ class Recipe:
         return self.hidden_size // self.num_heads
 
     @property
+    def sizes(self) -> dict:
+        """The sizes that all targets have, by the names of their configs."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": 1e-6,
+        }
+
+    @property
     def of_mixture(self) -> Recipe:
         """The recipe of the mixture and its head, by the names that a target and a head have."""
         return dataclasses.replace(

@@ -27,15 +27,8 @@ def shape_config(recipe: Recipe) -> dict:
     """The keys that the configs of the target and of both heads share, readable by old and new versions."""
     return {
         "model_type": "llama",
-        "vocab_size": recipe.vocab_size,
-        "hidden_size": recipe.hidden_size,
-        "intermediate_size": recipe.intermediate_size,
-        "num_attention_heads": recipe.num_heads,
-        "num_key_value_heads": recipe.num_kv_heads,
-        "head_dim": recipe.head_dim,
+        **recipe.sizes,
         "hidden_act": "silu",
-        "max_position_embeddings": recipe.max_positions,
-        "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "initializer_range": 0.02,
@@ -51,12 +44,7 @@ def shape_config(recipe: Recipe) -> dict:
 
 
 def target_config(recipe: Recipe) -> dict:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        **shape_config(recipe),
-        "num_hidden_layers": recipe.num_layers,
-        "pad_token_id": END_OF_TEXT_ID,
-    }
+    return {"architectures": ["LlamaForCausalLM"], **shape_config(recipe), "pad_token_id": END_OF_TEXT_ID}
 
 
 def add_dropout(model: Any, rate: float) -> list:

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 
 from eagle_triton.command_line import Parser, check_device, output_file, whole
 
+REPLAYS = 9  # of a graph that is timed
+
 Task = TypeVar("Task")
 
 
 def read_sweep(parser: Parser, argv: Sequence[str] | None, what: str, of_what: str) -> argparse.Namespace:
-    """Add what every sweep takes and read the arguments. `what` is timed on a GPU, without which the parser stops;
-    `of_what` is printed for."""
+    """Add what every sweep takes and read the arguments. Stops without a GPU. what: is timed, with its verb, such as
+    "products are"; of_what: settings are printed for each."""
     workers = max(1, (os.cpu_count() or 2) - 1)
     add = parser.add_argument
     add("--workers", type=whole(most=256), default=workers, metavar="N", help=f"compilers (default: {workers})")
@@ -51,7 +53,7 @@ def _error_of(compile_settings: Callable[[Task], None], task: Task) -> str:
     return ""
 
 
-def time_graph(calls: Sequence[Callable[[], object]], replays: int = 9) -> float:
+def time_graph(calls: Sequence[Callable[[], object]]) -> float:
     """Median µs of one of `calls`, replayed together in one CUDA graph."""
     import torch
 
@@ -62,7 +64,7 @@ def time_graph(calls: Sequence[Callable[[], object]], replays: int = 9) -> float
         return 1.0
     replay, in_graph = capture(calls)
     assert in_graph, "these calls cannot be captured"
-    return statistics.median(event_times({"graph": replay}, replays)["graph"]) * 1e3 / len(calls)
+    return statistics.median(event_times({"graph": replay}, REPLAYS)["graph"]) * 1e3 / len(calls)
 
 
 def write_table(path: Path | None, columns: Sequence[str], records: Iterable[Sequence[Any]]) -> None:

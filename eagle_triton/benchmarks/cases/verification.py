@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_triton.benchmarks.cases.case import DEPTH, NODES, Case, CaseMaker, Sizes
+from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.reference import tree_decoding, verification
 
@@ -32,14 +33,10 @@ def verification_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
     def walk(target: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         return verification.verify_greedy(F.one_hot(target, vocab).to(logits.dtype), tokens, parents, DEPTH)
 
-    def one(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([value], dtype=dtype, device=maker.device)
-
-    params = SamplingTensors(
-        temperature=one(1.0, torch.float32), top_k=one(0, torch.int32), top_p=one(0.9, torch.float64),
-        min_p=one(0.0, torch.float32), seed=one(1, torch.int64), step=one(1, torch.int64),
-    )  # fmt: skip
-    lengths, depths = one(1000, torch.int32), ancestors.sum(-1, dtype=torch.int32) - 1
+    params = SamplingTensors.zeros(1, maker.device)
+    wanted, slot = SamplingParams(temperature=1.0, top_p=0.9, seed=1), maker.int32(0).long()
+    SamplingParams.write([wanted], params, slot)
+    lengths, depths = maker.int32(1000), ancestors.sum(-1, dtype=torch.int32) - 1
 
     case = partial(maker.case, "verification")
     moved, name = NODES * vocab * maker.dtype.itemsize, f"from logits [{NODES}, {vocab}]"
