@@ -24,6 +24,14 @@ from eagle_triton.values import check_range
 if TYPE_CHECKING:
     from eagle_triton.engine.model.model_view import ModelView
 
+WITH_MODEL: dict[str | None, tuple[type[Draft], ...]] = {
+    SpecMethod.EAGLE: (EagleDraft,),
+    SpecMethod.DFLASH: (BlockDraft,),
+    SpecMethod.DSPARK: (BlockDraft,),
+    SpecMethod.DRAFT_MODEL: (CausalLMDraft, SharedKeysDraft),
+    SpecMethod.MTP: (MTPDraft,),
+}
+"""Methods whose drafts all come from a model, and the kinds of draft that they take."""
 WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX, SpecMethod.NASD)
 
 
@@ -48,20 +56,12 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
     if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # from create_proposer
         return model
-    kinds: tuple[tuple[SpecMethod, type[Draft] | tuple[type[Draft], ...]], ...] = (
-        (SpecMethod.EAGLE, EagleDraft),
-        (SpecMethod.DFLASH, BlockDraft),
-        (SpecMethod.DSPARK, BlockDraft),
-        (SpecMethod.DRAFT_MODEL, (CausalLMDraft, SharedKeysDraft)),
-        (SpecMethod.MTP, MTPDraft),
-    )
-    for method, kind in kinds:
-        if options.method is method:
-            if not isinstance(model, kind):
-                fitting = " or ".join(other for other, drafts in kinds if isinstance(model, drafts))
-                its = f"; its method is {fitting}" if fitting else ""
-                raise ValueError(f"method {method} does not draft with {type(model).__name__}{its}")
-            return model
+    if options.method in WITH_MODEL:
+        if not isinstance(model, WITH_MODEL[options.method]):
+            fitting = " or ".join(str(method) for method, kinds in WITH_MODEL.items() if isinstance(model, kinds))
+            its = f"; its method is {fitting}" if fitting else ""
+            raise ValueError(f"method {options.method} does not draft with {type(model).__name__}{its}")
+        return model
     if outside := [token for token in options.ban_tokens if token >= view.vocab_size]:
         raise ValueError(f"ban_tokens: tokens must lie in 0..{view.vocab_size - 1}, got {outside}")
     if options.method is SpecMethod.SUFFIX:
