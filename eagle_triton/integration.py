@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -352,23 +352,13 @@ def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
     }
 
 
-class _Notes(Mapping[str, str]):
-    """The notes of an engine. The note on a draft in eight or four bits includes the tau so far."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-
-    def __getitem__(self, path: str) -> str:
-        note, calls = self._engine.notes[path], self._engine.ops.calls
-        if path != "draft_dtype" or not calls["trees_verified"]:
-            return note
-        return f"{note}; {_tau(calls)}"
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._engine.notes)
-
-    def __len__(self) -> int:
-        return len(self._engine.notes)
+def _facts(engine: Engine) -> patching.Facts:
+    """An engine's facts for a report. The note on a draft in eight or four bits includes the tau so far."""
+    calls, notes = engine.ops.calls, dict(engine.notes)
+    tau = _tau(calls)
+    if tau and "draft_dtype" in notes:
+        notes["draft_dtype"] += f"; {tau}"
+    return patching.Facts(tau, notes, calls)
 
 
 def _tau(calls: Mapping[str, int]) -> str:
@@ -399,8 +389,6 @@ def _patched(
         if engine.draft is not None:
             engine.draft.forget()
 
-    calls = engine.ops.calls
-    notes, summary = _Notes(engine), lambda: _tau(calls)
-    originals = patching.apply(patch_points, model, change, notes, calls, summary, engine.strict)
+    originals = patching.apply(patch_points, model, change, lambda: _facts(engine), engine.strict)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)
