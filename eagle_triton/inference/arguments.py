@@ -225,7 +225,7 @@ class ArgumentReader:
         if _is_integer(plain := _plain(seed)):
             seed = [int(plain) + index for index in range(count)]
         options = {name: _each(name, value, count) for name, value in {**sampling, "seed": seed}.items()}
-        limits = [checked_integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
+        limits = _each("max_new_tokens", max_new_tokens, count)
         least = _each("min_new_tokens", min_new_tokens, count)
         stops = _each("stop_token_ids", stop_token_ids, count)
         strings = _each("stop_strings", stop_strings, count)

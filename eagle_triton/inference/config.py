@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS
 from eagle_triton.engine.tree_spec import MAX_NODES, TreeSpec
+from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.operands.integrators import TreeMaskMode
 from eagle_triton.operands.suffix_match import MAX_TIMES
 from eagle_triton.operands.verification import MAX_CANDIDATE_LEN, Verification
-from eagle_triton.options import MAX_TREE, EngineOptions, candidates_of, check_nodes
+from eagle_triton.options import MAX_SLOTS, MAX_TREE, EngineOptions, candidates_of, check_nodes
 from eagle_triton.values import check_choice, check_switches, checked_integer
 
-if TYPE_CHECKING:
-    from eagle_triton.inference.speculative_config import SpeculativeConfig
-
-MAX_SLOTS = 256  # sequences decoded at a time
 WHOLE: dict[str, tuple[Any, ...]] = {  # options that are integers from 1, and their other values
     **dict.fromkeys(("topk", "num_steps", "slots", "prompt_tokens"), ()),
     "max_length": (None,),
@@ -172,8 +169,6 @@ class EAGLEConfig(EngineOptions):
         return TreeSpec.dynamic(nodes, min(self.num_steps, nodes - 1) - 1, min(self.topk, nodes - 1))
 
     def _check_speculative(self) -> None:
-        from eagle_triton.inference.speculative_config import SpeculativeConfig
-
         if self.speculative is None:
             return
         if not isinstance(self.speculative, SpeculativeConfig):

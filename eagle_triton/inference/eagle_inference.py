@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypedDict, overload
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from eagle_triton.values import check_switches, checked_integer
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 WARM_UP = 8  # tokens to decode for each prompt before a benchmark is timed
 
 
@@ -152,15 +153,14 @@ class EAGLEInference:
         return cls(draft, str(target), config, device, **options)
 
     def __repr__(self) -> str:
-        view, (target, draft) = self.pair.view, self._models()
-        names = type(target).__name__, type(self.pair.draft if draft is None else draft).__name__
-        where = f"{str(view.dtype).removeprefix('torch.')} on {view.device}"
-        options = self.config.speculative
-        own = self.pair.draft
-        nodes = self.config.num_draft_tokens if own is None or own.any_tree else own.read_tree().nodes
+        pair, view, draft, options = self.pair, self.pair.view, self.pair.draft, self.config.speculative
+        target = pair.target_model.base_model if hasattr(pair.target_model, "ea_layer") else pair.target_model
+        drafter = draft if pair.draft_model is None else getattr(pair.draft_model, "ea_layer", pair.draft_model)
+        nodes = self.config.num_draft_tokens if draft is None or draft.any_tree else draft.read_tree().nodes
         drafts = f"num_draft_tokens {nodes}" if options is None else f"method {options.method}"
         return (
-            f"EAGLEInference({names[0]} of {len(view.layers)} layers, {where}; draft {names[1]}; "
+            f"EAGLEInference({type(target).__name__} of {len(view.layers)} layers, "
+            f"{str(view.dtype).removeprefix('torch.')} on {view.device}; draft {type(drafter).__name__}; "
             f"{drafts}, temperature {self.config.temperature})"
         )
 
@@ -425,9 +425,7 @@ class EAGLEInference:
                 f"input_ids: expected a row for each of the {past_key_values.batch} sequences of past_key_values, got "
                 f"{len(input_ids)}"
             )
-        self._check_same_on_all_ranks("what is called, here draft_step,", list(input_ids.shape))
-        with self.engine.running():
-            return stages.draft_step(self.engine, self.config, input_ids, past_key_values)
+        return self._run_stage(stages.draft_step, input_ids, past_key_values)
 
     def generate_draft_tree(self, input_ids: Tensor, verified_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draft a tree for each sequence.
@@ -440,9 +438,7 @@ class EAGLEInference:
         """
         self._check_ids(input_ids)
         self._check_roots(verified_id, input_ids)
-        self._check_same_on_all_ranks("what is called, here generate_draft_tree,", list(input_ids.shape))
-        with self.engine.running():
-            return stages.generate_draft_tree(self.engine, self.config, input_ids, verified_id)
+        return self._run_stage(stages.generate_draft_tree, input_ids, verified_id)
 
     def verify_drafts(
         self,
@@ -468,11 +464,7 @@ class EAGLEInference:
             if not 0 <= least <= most <= last:
                 raise ValueError(f"top_scores_index: candidates must lie in 0..{last}, got {least}..{most}")
         tree = (draft_tokens, verified_id, parent_list, top_scores_index)
-        self._check_same_on_all_ranks(
-            "what is called, here verify_drafts,", [list(input_ids.shape), list(draft_tokens.shape)]
-        )
-        with self.engine.running():
-            return stages.verify_drafts(self.engine, self.config, input_ids, *tree)
+        return self._run_stage(stages.verify_drafts, input_ids, *tree)
 
     # --- what it costs ---
 
@@ -539,13 +531,6 @@ class EAGLEInference:
         return "\n".join([f"statistics: {self.statistics}", *lines])
 
     # --- details ---
-
-    def _models(self) -> tuple[Any, Any]:
-        """The target and the draft; of an EaModel, the part that is used."""
-        target, draft = self.pair.target_model, self.pair.draft_model
-        if hasattr(target, "ea_layer"):
-            target = target.base_model
-        return target, getattr(draft, "ea_layer", draft)
 
     def _run(
         self,
@@ -654,6 +639,13 @@ class EAGLEInference:
         if not self.config.fallback and len(trees) == 1:
             return grafted
         return [*grafted, *trees, TreeSpec.repeats(places)]
+
+    def _run_stage(self, stage: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function of `stages`, which all ranks must call together."""
+        shapes = [list(argument.shape) for argument in arguments if isinstance(argument, Tensor)]
+        self._check_same_on_all_ranks(f"what is called, here {stage.__name__},", shapes)
+        with self.engine.running(), torch.no_grad():
+            return stage(self.engine, self.config, *arguments)
 
     def _check_ids(self, input_ids: Tensor) -> None:
         self.engine.check_model()

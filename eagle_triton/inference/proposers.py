@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from eagle_triton.engine.drafts.beams import ScoringDraft
@@ -16,13 +14,11 @@ from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft, scor
 from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, OutputRing, RepeatDraft, SuffixSource
 from eagle_triton.engine.drafts.shared_keys import SharedKeysDraft
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.inference.config import TREE, EAGLEConfig
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.operands.suffix_match import SuffixRules
 from eagle_triton.values import check_range
-
-if TYPE_CHECKING:
-    from eagle_triton.engine.model.model_view import ModelView
 
 WITH_MODEL: dict[str | None, tuple[type[Draft], ...]] = {
     SpecMethod.EAGLE: (EagleDraft,),

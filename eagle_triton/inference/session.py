@@ -139,9 +139,8 @@ class Session:
         self._undelivered: list[Piece] = []  # not returned yet
         self._running: dict[int, RunningRequest] = {}  # by index
         self._submitted = 0
-        largest = (
-            max(policy.trees, key=lambda tree: scratch_rows(tree, engine.draft)) if policy else PLAIN
-        )  # the cache needs room for each
+        trees = policy.trees if policy else (PLAIN,)
+        largest = max(trees, key=lambda tree: scratch_rows(tree, engine.draft))  # the cache needs room for each
         try:
             self._batch = Batch(
                 engine,
@@ -381,9 +380,9 @@ class Session:
             self._batch.enter_all(entering)
         except (ValueError, CacheFullError):
             self._enter_one_by_one(entering)  # finds out which fails, or how many have room
-            return
-        for running in entering:
-            self._enter(running)
+        else:
+            for running in entering:
+                self._enter(running)
 
     def _entering(self) -> list[RunningRequest]:
         """The first in line that have free slots and can be sampled together. Ends requests that need no slot."""
@@ -393,7 +392,7 @@ class Session:
         for running in list(self._waiting):
             error = running.completion.error
             if error is not None or not running.request.max_new_tokens:
-                self._end_in_line(running, "length" if error is None else "error", error)
+                self._end_in_line(running, error)
                 continue
             orders.add(running.request.filter_order)
             if len(entering) == slots or {True, False} <= orders:
@@ -406,11 +405,11 @@ class Session:
             try:
                 self._batch.enter_all([running])
             except ValueError as error:
-                self._end_in_line(running, "error", str(error))
+                self._end_in_line(running, str(error))
             except CacheFullError as error:
                 if self._running:
                     return  # until one of them ends
-                self._end_in_line(running, "error", str(error))
+                self._end_in_line(running, str(error))
             else:
                 self._enter(running)
 
@@ -462,20 +461,20 @@ class Session:
             del self._running[piece.index]
             if piece.finished is None:
                 self._batch.release(piece.slot)
-            self._end(running, piece, finished, piece.error)
+            self._end(running, piece, finished)
 
     def _streams(self, stream: TextStream) -> bool:
         """Whether text is made while a request runs."""
         return self._text or bool(stream.stop_strings)
 
-    def _end_in_line(self, running: RunningRequest, finished: str, error: str | None) -> None:
-        """End a request that has not entered a slot."""
-        piece = Piece(running.index, running.request, [])
+    def _end_in_line(self, running: RunningRequest, error: str | None) -> None:
+        """End a request that has not entered a slot. error: None if no token is wanted."""
+        piece = Piece(running.index, running.request, [], error=error)
         self._waiting.remove(running)
-        self._end(running, piece, finished, error)
+        self._end(running, piece, "length" if error is None else "error")
         self._undelivered.append(piece)
 
-    def _end(self, running: RunningRequest, piece: Piece, finished: str, error: str | None) -> None:
+    def _end(self, running: RunningRequest, piece: Piece, finished: str) -> None:
         """End a request: finish its completion, and add the text that was held back to its last piece."""
         completion, stream, kept = running.completion, running.stream, len(running.tokens)
         if stream is not None:
@@ -485,15 +484,14 @@ class Session:
             completion.text, completion.stop_string = stream.text, stream.stop_string
             if stream.stopped:
                 kept = stream.tokens
-                finished = finished if error else "stop"
+                finished = finished if piece.error else "stop"
         del completion.tokens[kept:]
         for scores in (completion.logprobs, completion.top_logprobs):
             if scores is not None:
                 del scores[kept:]
         completion.prompt = to_device(completion.prompt, self._device)
-        completion.finished, completion.pauses = finished, running.pauses
-        piece.finished = finished
-        completion.error = piece.error = error
+        completion.finished = piece.finished = finished
+        completion.error, completion.pauses = piece.error, running.pauses
         completion.statistics.tokens = piece.certain_tokens = kept
         piece.completion = completion
         self.statistics += completion.statistics

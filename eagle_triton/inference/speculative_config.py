@@ -19,8 +19,8 @@ from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N, NgramStorageK
 from eagle_triton.engine.drafts.quantised import BITS
 from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.inference import serving_options
-from eagle_triton.inference.config import MAX_SLOTS
 from eagle_triton.operands.suffix_match import Match
+from eagle_triton.options import MAX_SLOTS
 from eagle_triton.values import check_choice, check_number, check_range, check_switches, checked_integer
 
 __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
@@ -135,12 +135,8 @@ class AcceptPolicy(_Name):
 _ANY = tuple(SpecMethod)
 _DRAFTING = tuple(method for method in SpecMethod if method is not SpecMethod.NAIVE)
 _MTP = (SpecMethod.MTP, SpecMethod.HYBRID)
-_BY_PATH = (SpecMethod.EAGLE, SpecMethod.DFLASH, SpecMethod.DSPARK, SpecMethod.DRAFT_MODEL)
-_NGRAM = (SpecMethod.NGRAM, SpecMethod.HYBRID)
-OF_SUFFIX = (
-    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
-    *("suffix_decoding_min_token_prob", "ban_tokens"),
-)
+_WITH_MODEL = (*_MTP, SpecMethod.EAGLE, SpecMethod.DFLASH, SpecMethod.DSPARK, SpecMethod.DRAFT_MODEL)
+_NGRAM, _SUFFIX, _NASD = (SpecMethod.NGRAM, SpecMethod.HYBRID), (SpecMethod.SUFFIX,), (SpecMethod.NASD,)
 METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that read each option
     "num_speculative_tokens": _ANY,
     "num_model_steps": _MTP,
@@ -151,12 +147,11 @@ METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that re
     "min_ngram_size": (SpecMethod.HYBRID,),
     "match": _NGRAM,
     "joined": _NGRAM,
-    **dict.fromkeys(OF_SUFFIX, (SpecMethod.SUFFIX,)),
-    **dict.fromkeys(
-        ("ngram_storage", "ngram_n", "filler_top_k", "filler_weight", "reset_in_between"), (SpecMethod.NASD,)
-    ),
-    "model": (*_MTP, *_BY_PATH),
-    "quantization": (*_MTP, *_BY_PATH),
+    **{f"suffix_decoding_max_{what}": _SUFFIX for what in ("tree_depth", "cached_requests", "spec_factor")},
+    **dict.fromkeys(("suffix_decoding_min_token_prob", "ban_tokens"), _SUFFIX),
+    **dict.fromkeys(("ngram_storage", "ngram_n", "filler_top_k", "filler_weight", "reset_in_between"), _NASD),
+    "model": _WITH_MODEL,
+    "quantization": _WITH_MODEL,
     "verify_strategy": _ANY,
     "accept_policy": _DRAFTING,
     "benchmark_mode": _DRAFTING,
