@@ -245,10 +245,13 @@ def pieces(text: str, form, step: int, **options) -> list[tuple[str, str]]:
     return found
 
 
+NO_JSON, TOO_DEEP = '<tool_call>{"name": "\\q", "arguments": {}}', "<tool_call>" + 5000 * "["
 TEXTS = [
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("call", "f"), ("arguments", '{"a": 1}')]),
     (HERMES, '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
     (HERMES, "<tool_call>[1]</tool_call> x", [("content", "<tool_call>[1]</tool_call> x")]),
+    (HERMES, NO_JSON, [("content", NO_JSON)]),
+    (HERMES, TOO_DEEP, [("content", TOO_DEEP)]),
     (
         HERMES,
         '<tool_call>{"name": "f", "arguments": {}}</tool_call> {"a": 1} x',

@@ -42,7 +42,8 @@ MISTRALS = (MISTRAL, MISTRAL_ARGS)
 HARMONY = Form("harmony", ())
 LISTED = Form("listed", ("[",))  # a list of calls, which a grammar makes
 
-_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"'  # in JSON
+_NAMED = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 _BEGUN = re.compile(r'\s*\{\s*(?:\}|"[^"])')  # arguments, from the first name on
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?\[ARGS\]\s*(?=\{)")
 _CLOSERS = ("</tool_call>", "}", "]", ",", ";")
@@ -212,7 +213,7 @@ class AnswerReader:
                 raise KeyError(name)
         except json.JSONDecodeError:
             return False  # not whole yet
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError, RecursionError):
             return self._is_text()
         if not self._may_be_called(name):
             return self._is_text()
