@@ -72,13 +72,12 @@ class AnswerReader:
         self,
         form: Form | None,
         functions: Collection[str],
-        thinks: bool = False,
-        thinking: bool = False,
+        reasons: bool | None = None,
         called: str | None = None,
     ) -> None:
         """form: of calls; None: read no calls. functions: those that may be called. A bare object is a call only if it
-        names one of them. thinks: an answer may begin with reasoning. thinking: the prompt has begun the reasoning.
-        called: the whole answer is the arguments of this function."""
+        names one of them. reasons: True: the prompt has begun the reasoning; False: an answer may begin with it; None:
+        it has none. called: the whole answer is the arguments of this function."""
         self._form, self._functions = form, frozenset(functions)
         self.count = 0  # characters that were read
         self._held, self._found = "", list[Part]()
@@ -95,8 +94,8 @@ class AnswerReader:
         if form is HARMONY:
             self._read = self._read_header
         self._read_answer = self._read  # what comes after reasoning
-        if thinks or thinking:
-            self._read = self._read_reasoning if thinking else self._read_begin
+        if reasons is not None:
+            self._read = self._read_reasoning if reasons else self._read_begin
 
     @property
     def reasons(self) -> bool:
