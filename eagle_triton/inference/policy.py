@@ -73,6 +73,7 @@ class TreePolicy:
         """fixed_tree: for requests that need the same tokens again, if these depend on the tree; None: the first
         choice."""
         self.trees, self.costs, self.fallback = tuple(trees), costs, fallback
+        self.choices = (*self.trees, PLAIN) if fallback else self.trees
         self.events: list[str] = []  # the last decisions and their reasons
         self.stops = self.probes = self.plain_steps = 0
         self._seen: dict[TreeSpec, Acceptance] = {}
@@ -97,24 +98,19 @@ class TreePolicy:
         else:
             self.plain_steps += 1
 
-    @property
-    def has_choice(self) -> bool:
-        """Whether there is more than one choice, plain decoding included."""
-        return len(self.trees) > 1 or self.fallback
-
     def resize(self, slots: int) -> None:
         """Choose again for steps over `slots` sequences, because another tree may be faster now."""
         if slots == self.costs.slots:
             return
         self.costs.slots = slots
-        best = max((*self.trees, PLAIN) if self.fallback else self.trees, key=self.rate)
-        if self.has_choice and best != self.spec and self.rate(best) > GAIN * self.rate(self.spec):
+        best = max(self.choices, key=self.rate)
+        if best != self.spec and self.rate(best) > GAIN * self.rate(self.spec):
             self._pause, self._probing, self._checking = PAUSE, bool(best.drafts and not self.spec.drafts), False
             self._change(best)
 
     def choose(self) -> TreeSpec:
         """The tree for the next step."""
-        if not self.has_choice:
+        if len(self.choices) == 1:
             return self.spec
         if not self.spec.drafts:
             if self._since >= self._pause:
@@ -187,7 +183,7 @@ class TreePolicy:
             self._pause, self._checking = CHECK, True
             self._change(PLAIN)
             return
-        best = max((*self.trees, PLAIN) if self.fallback else self.trees, key=self.rate)
+        best = max(self.choices, key=self.rate)
         gain = GAIN if best.drafts else 1.0  # between trees a small gain is not worth a change
         if self.rate(best) <= self.rate(self.spec) * gain:
             if self._probing or self._since >= 4 * LOOK:

@@ -432,7 +432,7 @@ class Session:
 
     def _observe(self, pieces: Sequence[Piece], ms: float | None) -> None:
         """Tell the policy about a step, unless it had another tree than the policy chose."""
-        if self._ranks is not None and self.policy is not None and self.policy.has_choice:
+        if self._ranks is not None and self.policy is not None and len(self.policy.choices) > 1:
             ms = self._ranks.broadcast_from_rank0(ms)  # each measured its own, but all must choose the same tree
         if self.policy is None or self._prepares is not None or any(piece.tree != self.policy.spec for piece in pieces):
             return
@@ -450,9 +450,7 @@ class Session:
             if (new := getattr(piece, name)) is not None:
                 setattr(completion, name, known := getattr(completion, name) or [])
                 known += new
-        if piece.error is None and piece.tree is None:
-            statistics.add_first_token()
-        elif piece.error is None:
+        if piece.error is None and piece.tree is not None:
             forwards = piece.draft_forwards
             statistics.add_step(piece.accepted, piece.proposed, piece.depth, len(piece.tokens), forwards)
         piece.certain_tokens = stream.certain_tokens if stream and stream.stop_strings else len(running.tokens)
