@@ -247,15 +247,12 @@ class _Assistants:
         if last is None or last[0] != wanted or last[1].change():
             self._engine.check_model()  # from now on changes of the assistant are watched
             self.clear()
-            own = {} if wanted.model is None else {"assistant_model": wanted.model}
-            drafting, read, copied = self._drafting(wanted, own)
-            last = self._last = wanted, ModelWatch(own, read, copied), drafting
+            last = self._last = wanted, *self._read(wanted)
         return last[2]
 
-    def _drafting(
-        self, wanted: Assistance, own: Mapping[str, nn.Module]
-    ) -> tuple[Drafting, frozenset[nn.Module], dict[str, Tensor]]:
-        """The drafting, the modules that are read, and copies of weights. own: the assistant, by its name in errors."""
+    def _read(self, wanted: Assistance) -> tuple[ModelWatch, Drafting]:
+        """A watch over the assistant, and the drafting."""
+        own = {} if wanted.model is None else {"assistant_model": wanted.model}
         view, read, copied = self._engine.view, frozenset[nn.Module](), dict[str, Tensor]()
         if view.ranks is not None:
             raise UnsupportedModelError("ranks share the target (tp_plan)", "devices")
@@ -275,7 +272,7 @@ class _Assistants:
             raise UnsupportedModelError(str(error)) from error
         read |= blocks_read(getattr(draft, "layers", ()))
         watch = ModelWatch({**self._roots, **own}, self._read_modules | read, {**self._copied, **copied})
-        return Drafting(self._engine.beside(draft, watch, view), draft.read_tree), read, copied
+        return ModelWatch(own, read, copied), Drafting(self._engine.beside(draft, watch, view), draft.read_tree)
 
     def clear(self) -> None:
         """Forget the last draft."""
