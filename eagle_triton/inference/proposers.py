@@ -28,14 +28,13 @@ WITH_MODEL: dict[str | None, tuple[type[Draft], ...]] = {
     SpecMethod.MTP: (MTPDraft,),
 }
 """Methods whose drafts all come from a model, and the kinds of draft that they take."""
-WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX, SpecMethod.NASD)
 
 
 def needs_model(config: EAGLEConfig) -> bool:
     """Whether drafts come from a model: a head, MTP layers or a language model."""
     if config.speculative is None:
         return not config.suffix_drafts
-    return config.speculative.method not in WITHOUT_MODEL
+    return config.speculative.method in (*WITH_MODEL, SpecMethod.HYBRID)
 
 
 def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> Draft | None:

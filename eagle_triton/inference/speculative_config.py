@@ -27,12 +27,13 @@ __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "Speculativ
 
 log = logging.getLogger(__name__)
 
-MAX_TREE_DRAFTS = MAX_NODES - 1
-MAX_CHAIN_DRAFTS = 5
-MAX_COUNTED_DRAFTS = 15
+MAX_DRAFTS = {  # the largest num_speculative_tokens
+    "naive": 0,
+    "nasd": 15,
+    **dict.fromkeys(("ngram", "mtp", "hybrid"), 5),
+    **dict.fromkeys(("suffix", "eagle", "dflash", "dspark", "draft_model"), MAX_NODES - 1),
+}
 MAX_STEPS = 5
-
-
 FIELDS = {  # a configuration's fields by the names of their enums
     "SpecMethod": "method",
     "MTPStrategy": "mtp_strategy",
@@ -82,12 +83,7 @@ class SpecMethod(_Name):
     @property
     def most_drafts(self) -> int:
         """The largest num_speculative_tokens."""
-        if self is SpecMethod.NAIVE:
-            return 0
-        if self is SpecMethod.NASD:
-            return MAX_COUNTED_DRAFTS
-        chain = self in (SpecMethod.NGRAM, SpecMethod.MTP, SpecMethod.HYBRID)
-        return MAX_CHAIN_DRAFTS if chain else MAX_TREE_DRAFTS
+        return MAX_DRAFTS[self]
 
 
 class MTPStrategy(_Name):
