@@ -62,18 +62,12 @@ def sample_from_logits(
     """
     given: dict[str, Any] = dict(top_p=top_p, top_k=top_k, min_p=min_p)
     asked = {name: value for name, value in given.items() if value is not None}
-    sampling = SamplingParams(temperature=temperature, **asked)
+    sampling = SamplingParams(temperature=temperature, seed=0, **asked)
     if sampling.greedy:
         return logits.argmax(-1)
     module, device, rows = module_of("ops.sampling", logits.is_cuda), logits.device, len(logits)
-    params = SamplingTensors(
-        temperature=torch.full((rows,), float(temperature), device=device),
-        top_k=torch.full((rows,), int(sampling.top_k), dtype=torch.int32, device=device),
-        top_p=torch.full((rows,), float(sampling.top_p), dtype=torch.float64, device=device),
-        min_p=torch.full((rows,), float(sampling.min_p), device=device),
-        seed=torch.zeros(rows, dtype=torch.int64, device=device),
-        step=torch.zeros(rows, dtype=torch.int64, device=device),
-    )
+    params = SamplingTensors.zeros(rows, device)
+    SamplingParams.write([sampling] * rows, params, torch.arange(rows, device=device))
     probs = module.probabilities(logits[:, None].contiguous(), params)[:, 0].contiguous()
     coins = torch.rand(rows, generator=generator, device=device if generator is None else generator.device)
     return module.sample(probs, coins.to(device))

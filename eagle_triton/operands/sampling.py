@@ -24,6 +24,11 @@ class SamplingTensors(NamedTuple):
     seed: Tensor
     step: Tensor
 
+    @staticmethod
+    def zeros(batch: int, device: torch.device) -> SamplingTensors:
+        """Parameters of `batch` sequences, all 0."""
+        return SamplingTensors(*(torch.zeros(batch, dtype=dtype, device=device) for dtype in _DTYPES))
+
 
 _DTYPES = (torch.float32, torch.int32, torch.float64, torch.float32, torch.int64, torch.int64)
 
