@@ -171,7 +171,6 @@ class Originals(Mapping[str, Any]):
     def __init__(self, marked: Any, on_change: Callable[[], None], facts: Callable[[], Facts]):
         self._marked, self._on_change, self._facts = marked, on_change, facts
         self._applied: list[_Applied] = []
-        self._warned: set[tuple[str, str]] = set()  # attributes and reasons
         self._restored = False
 
     def __str__(self) -> str:
@@ -271,7 +270,7 @@ def apply(
             )
         if patch_point.adds == hasattr(patch_point.owner, patch_point.attribute):
             raise PatchError(f"{patch_point.path} {'exists already' if patch_point.adds else 'does not exist'}")
-    originals = Originals(marked, on_change, facts)
+    originals, warned = Originals(marked, on_change, facts), set[tuple[str, str]]()  # attributes and reasons
     try:
         for patch_point in patch_points:
             entry = _Applied(
@@ -282,7 +281,7 @@ def apply(
             )
             entry.installed = patch_point.replacement
             if callable(patch_point.replacement):
-                entry.installed = _Installed(entry, originals._warned, strict)
+                entry.installed = _Installed(entry, warned, strict)
             setattr(patch_point.owner, patch_point.attribute, entry.installed)
             vars(patch_point.owner)[STATE] = functools.partial(_refuse_copy, patch_point.path)
             originals._applied.append(entry)

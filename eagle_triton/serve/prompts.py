@@ -49,7 +49,6 @@ class PromptReader:
         self.max_model_len, self.chat_template, self.vocabulary = max_model_len, chat_template, served.vocab_size
         self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
         self.tokenizer("", verbose=False)  # sets its options; no later call changes them while other threads decode
-        self._config, self._stop_ids = served.config, served.stop_ids
         self._reader = ArgumentReader(
             served.config, served.vocab_size, torch.device("cpu"), self.tokenizer, served.stop_ids
         )
@@ -124,7 +123,7 @@ class PromptReader:
         return token if self.tokenizer.added_tokens_decoder[token].special else None
 
     def _request(self, body: Body, prompt: Tensor, sample: int, grammar: Grammar | None) -> Request:
-        stops = body.stop_token_ids | (frozenset() if body["ignore_eos"] else self._stop_ids)
+        stops = body.stop_token_ids | (frozenset() if body["ignore_eos"] else self._reader.stop_ids)
         least = int(body.scores_prompt)  # reading a prompt gives a token
         limit = max(self._limit(len(prompt), body, least), least)
         sampling = {**body.sampling, "grammar": grammar}
@@ -132,7 +131,7 @@ class PromptReader:
             sampling["seed"] = (sampling["seed"] + sample + MAX_SEED) % (2 * MAX_SEED) - MAX_SEED
         with _blames(None, body.grammar_field):
             return self._reader.request(
-                prompt, limit, self._config.sampling(**sampling), stops, body.stop,
+                prompt, limit, self._reader.config.sampling(**sampling), stops, body.stop,
                 min_new_tokens=body.min_tokens, logprobs=body.logprobs is not None or body.samples > body.n,
                 top_logprobs=max(body.logprobs or 0, body["prompt_logprobs"] or 0), prompt_logprobs=body.scores_prompt,
             )  # fmt: skip
