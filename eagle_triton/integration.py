@@ -162,13 +162,8 @@ def optimize_eagle_with_triton(
     skipped |= _no_megakernel(config, assembled.drafting, engine.view)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
-
-    def drop_caches() -> None:
-        family.drop_caches(model)
-        engine.clear()
-
     engine.notes.update(skipped)
-    return _patched(model, patch_points, drop_caches, assembled)
+    return _patched(model, patch_points, lambda: family.drop_caches(model), assembled)
 
 
 def optimize_with_triton(
@@ -223,13 +218,8 @@ def optimize_with_triton(
 
     engine.notes.update(_note_on_tree(engine.view, read_tree()))
     assistants = _Assistants(assembled, roots)
-
-    def clear() -> None:
-        engine.clear()
-        assistants.clear()
-
     patch_points = hf_generate.patch_points(model, Drafting(engine, read_tree), assistants)
-    return _patched(model, patch_points, clear, assembled)
+    return _patched(model, patch_points, assistants.clear, assembled)
 
 
 class _Assistants:
@@ -369,15 +359,16 @@ def _tau(calls: Mapping[str, int]) -> str:
 
 
 def _patched(
-    model: ModelT, patch_points: tuple[patching.PatchPoint, ...], on_change: Callable[[], None], assembled: Assembled
+    model: ModelT, patch_points: tuple[patching.PatchPoint, ...], clear: Callable[[], None], assembled: Assembled
 ) -> Optimized[ModelT]:
     """Patch the model. Until it is restored, the engine drafts with `drafting`, then with the draft as it was read, so
-    that quantised copies are freed."""
+    that quantised copies are freed. clear: drops caches besides the engine's."""
     engine = assembled.engine
     loaded, engine.draft = engine.draft, assembled.drafting
 
     def change() -> None:
-        on_change()
+        clear()
+        engine.clear()
         if patching.MARKER not in vars(model):
             engine.draft = loaded
             if engine.watch is not None:
