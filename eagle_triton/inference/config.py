@@ -128,10 +128,7 @@ class EAGLEConfig(EngineOptions):
     @property
     def verification(self) -> Verification:
         """How drafts are judged."""
-        if (options := self.speculative) is not None:
-            names = (str(options.verify_strategy), str(options.accept_policy))
-            return Verification(*names, options.verify_window, options.max_candidate_len)
-        return Verification(self.verify_strategy, self.accept_policy, self.verify_window, self.max_candidate_len)
+        return Verification(*(getattr(self.speculative or self, name) for name in VERIFICATION))
 
     @property
     def drafting_dtype(self) -> str | None:
@@ -157,16 +154,14 @@ class EAGLEConfig(EngineOptions):
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
         """The tree with `nodes` nodes (default: the configured number), at most as deep and wide as that allows."""
-        return dataclasses.replace(self._tree(nodes), adaptive=self.egag is not None)
-
-    def _tree(self, nodes: int | None) -> TreeSpec:
+        nodes, levels, width = self.nodes if nodes is None else nodes, self.num_steps, self.topk
+        if nodes != self.nodes or self.num_draft_tokens == "auto":
+            levels, width = min(levels, nodes - 1), min(width, nodes - 1)
+        tree = TreeSpec.dynamic(nodes, levels - 1, width)
         if (options := self.speculative) is not None:
             drafts = options.num_model_steps if options.method == "mtp" else options.num_speculative_tokens
-            return TreeSpec.chain(max(drafts, 1))
-        nodes = self.nodes if nodes is None else nodes
-        if nodes == self.nodes and self.num_draft_tokens != "auto":
-            return TreeSpec.dynamic(nodes, self.num_steps - 1, self.topk)
-        return TreeSpec.dynamic(nodes, min(self.num_steps, nodes - 1) - 1, min(self.topk, nodes - 1))
+            tree = TreeSpec.chain(max(drafts, 1))
+        return dataclasses.replace(tree, adaptive=self.egag is not None)
 
     def _check_speculative(self) -> None:
         if self.speculative is None:
@@ -187,7 +182,7 @@ class EAGLEConfig(EngineOptions):
         options = self.speculative
         if options is not None and (options.method not in GUIDED):
             raise ValueError(f"egag needs a model for all drafts, and method {options.method} has none: leave egag out")
-        drafts = self._tree(None).beam_levels
+        drafts = self.tree().beam_levels
         for name in ("gamma_min", "gamma_max"):
             if (getattr(self.egag, name) or 0) > drafts:
                 raise ValueError(f"egag: {name} must be at most {drafts} (levels), got {getattr(self.egag, name)}")
