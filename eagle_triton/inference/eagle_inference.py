@@ -287,8 +287,8 @@ class EAGLEInference:
         if len(prompts) == 1:
             check_positions(len(prompts[0]), self.pair.max_positions)
         requests = self._reader.requests(
-            prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens,
-            temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
+            prompts, seed, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, stop_token_ids=stop_token_ids,
+            stop_strings=stop_strings, temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
         )  # fmt: skip
         policy = self.policy(min(self.config.slots, len(prompts)))
         results = self._run(requests, policy, logprobs, on_step, progress)
@@ -329,8 +329,9 @@ class EAGLEInference:
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         prompts = self._reader.prompts(input_ids)
         requests = self._reader.requests(
-            prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens, **sampling
-        )
+            prompts, seed, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, stop_token_ids=stop_token_ids,
+            stop_strings=stop_strings, **sampling,
+        )  # fmt: skip
         return self._stream(requests, self.policy(min(self.config.slots, len(requests))), logprobs, report_drafts)
 
     def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Unpack[StreamOptions]) -> Iterator[str]:
@@ -395,7 +396,8 @@ class EAGLEInference:
         check_options("benchmark", sampling, self.benchmark)
         check_switches(warm_up=warm_up, progress=progress)
         prompts = self._reader.prompts(test_data)
-        requests = self._reader.requests(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+        stops = {"stop_token_ids": stop_token_ids, "stop_strings": stop_strings}
+        requests = self._reader.requests(prompts, seed, max_new_tokens=max_new_tokens, **stops, **sampling)
         policy = self.policy(min(self.config.slots, len(requests)))
         if warm_up:
             short = [replace(request, max_new_tokens=min(request.max_new_tokens, WARM_UP)) for request in requests]
