@@ -195,14 +195,9 @@ class EngineClient:
         self.metrics.add_completion(ticket.request, completion, phases)
 
     def _refused(self, number: int, status: int, message: str) -> None:
-        """The engine refuses a request."""
+        """The engine refuses or loses a request."""
         if number in self._live:
             self._refuse([self._live[number]], status, message)
-
-    def _failed(self, numbers: list[int]) -> None:
-        """A step failed, which loses all requests in the engine. Any of them may be the cause."""
-        lost = [self._live[number] for number in numbers if number in self._live]
-        self._refuse(lost, 500, "the engine failed in a step of this request; the server's log has the error")
 
     def _end(self) -> None:
         """The engine has ended."""

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = BETWEEN_SECONDS / 3
 _EXPECTED = (ValueError, TypeError, OSError, ModuleNotFoundError)  # with messages for the person at the command
+_LOST = "the engine failed in a step of this request; the server's log has the error"
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 _NO_REQUEST = Request(_NO_TOKENS, 0)
 
@@ -86,7 +87,8 @@ class LocalEngine:
                 try:
                     return _lead(session, self._orders, tell, numbers)
                 except Exception as error:
-                    tell("failed", [*numbers.values()])
+                    for number in numbers.values():  # any of them may be the cause
+                        tell("refused", number, 500, _LOST)
                     if isinstance(session, SharedSession):  # the other ranks are gone, or in another step
                         raise EngineLostError("a step failed, and ranks share the target") from error
                     log.exception("a step failed: its requests are lost, another batch begins")
