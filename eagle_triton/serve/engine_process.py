@@ -41,7 +41,7 @@ _NO_REQUEST = Request(_NO_TOKENS, 0)
 
 Load: TypeAlias = Callable[[argparse.Namespace], EAGLEInference]
 Order: TypeAlias = tuple[int, Request | None] | None
-Orders: TypeAlias = "queue.SimpleQueue[Order]"
+Orders: TypeAlias = queue.SimpleQueue[Order]
 Tell: TypeAlias = Callable[..., None]
 
 
@@ -125,11 +125,12 @@ class EngineProcess:
 
     def open(self, open_session: Callable[[EAGLEInference], Session]) -> None:
         """Let the process open its sessions by a function that can be pickled. `run` raises its errors."""
-        self._send(open_session)
+        self.put(open_session)
 
-    def put(self, order: Order) -> None:
+    def put(self, order: Any) -> None:
         """Send an order. If the process has ended, `run` raises."""
-        self._send(order)
+        with suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(order))
 
     def run(self, tell: Tell) -> None:
         """Pass on messages until the process ends. Raises what opening a session raises, and EngineLostError if the
@@ -151,10 +152,6 @@ class EngineProcess:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-
-    def _send(self, message: Any) -> None:
-        with suppress(OSError):
-            self._connection.send_bytes(pickle.dumps(message))
 
     def _hear(self) -> tuple[str, tuple[Any, ...]]:
         try:
