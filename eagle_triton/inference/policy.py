@@ -8,6 +8,7 @@ model, earlier text, both) says little about another, so each is tried.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,14 +36,12 @@ class Acceptance:
 
     steps: float = 0.0
     emitted: float = 0.0
-    reached: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
+    reached: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    accepted: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, lengths: Sequence[int], depth: int) -> None:
         """Count one step; lengths: the drafts that each sequence accepted."""
         self.fade(1 - 1 / MEMORY)
-        self.reached += [0.0] * (depth - len(self.reached))
-        self.accepted += [0.0] * (depth - len(self.accepted))
         share = 1 / len(lengths)
         for length in lengths:
             self.steps += share
@@ -53,15 +52,14 @@ class Acceptance:
 
     def rate(self, level: int) -> float | None:
         """Accepted / reached at a depth from 0, None if too little was seen."""
-        if level >= len(self.reached) or self.reached[level] < 0.5:
-            return None
-        return self.accepted[level] / self.reached[level]
+        return None if self.reached[level] < 0.5 else self.accepted[level] / self.reached[level]
 
     def fade(self, factor: float) -> None:
         """Give earlier observations less weight."""
         self.steps, self.emitted = self.steps * factor, self.emitted * factor
-        self.reached = [count * factor for count in self.reached]
-        self.accepted = [count * factor for count in self.accepted]
+        for counts in (self.reached, self.accepted):
+            for level in counts:
+                counts[level] *= factor
 
 
 class TreePolicy:
