@@ -28,17 +28,13 @@ HANDED_ON: dict[str, dict[str, tuple[str, ...]]] = {  # by engine and method, th
             "suffix_decoding_min_token_prob",
         ),
         "mtp": ("num_model_steps", "model"),
-        "eagle": ("model", "quantization"),
-        "dflash": ("model", "quantization"),
-        "dspark": ("model", "quantization"),
-        "draft_model": ("model", "quantization"),
+        **dict.fromkeys(("eagle", "dflash", "dspark", "draft_model"), ("model", "quantization")),
     },
     "SGLang": {
         "ngram": ("max_ngram_size", "joined", "match"),
         "mtp": ("num_model_steps", "model"),
-        "eagle": ("model", "quantization"),
         "dflash": ("model",),
-        "draft_model": ("model", "quantization"),
+        **dict.fromkeys(("eagle", "draft_model"), ("model", "quantization")),
     },
 }
 WHY_NOT = {
