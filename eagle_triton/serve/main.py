@@ -215,8 +215,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     from eagle_triton.inference.eagle_inference import EAGLEInference
     from eagle_triton.inference.load import comes_with_draft
 
-    given = {name: getattr(args, name) for name in TREE_OPTIONS}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {name: value for name in TREE_OPTIONS if (value := getattr(args, name)) is not None}
     if args.speculative_config is not None:
         options["speculative"] = args.speculative_config
     drafter = options["speculative"].model if "speculative" in options else args.draft
