@@ -34,10 +34,10 @@ GUIDED = ("eagle", "draft_model", "mtp")  # methods with a model for all drafts
 VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
 
 
-def checked_device(value: Any) -> torch.device:
-    """The device of that name. Raises ValueError if torch knows none."""
+def checked_device(value: Any) -> torch.device | None:
+    """The device of that name; None stays None. Raises ValueError if torch knows none."""
     try:
-        return torch.device(value)
+        return None if value is None else torch.device(value)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be a torch.device or the name of one, got {value!r}") from error
 
@@ -112,8 +112,7 @@ class EAGLEConfig(EngineOptions):
             raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
         check_choice("tree_mask_mode", self.tree_mask_mode, [*map(int, TreeMaskMode)])
         object.__setattr__(self, "tree_mask_mode", TreeMaskMode(self.tree_mask_mode))
-        if self.device is not None:
-            object.__setattr__(self, "device", checked_device(self.device))
+        object.__setattr__(self, "device", checked_device(self.device))
         self.sampling()  # checks its options
         self._check_speculative()
         _ = self.verification  # checks its options

@@ -118,8 +118,7 @@ class EAGLEInference:
         if not isinstance(config, (EAGLEConfig, type(None))):
             raise TypeError(f"config must be an EAGLEConfig or a SpeculativeConfig, got {type(config).__name__}")
         self.config = config or EAGLEConfig()
-        wanted = device if device is not None else self.config.device
-        wanted = None if wanted is None else checked_device(wanted)
+        wanted = checked_device(self.config.device if device is None else device)
         if wanted is not None and wanted.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={str(wanted)!r}: there is no GPU here")
         self.pair = load_pair(draft_model, target_model, self.config, wanted, tp_plan, kernels, cuda_graph)

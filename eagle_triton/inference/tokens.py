@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eagle_triton.engine.operations import module_of
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -97,11 +98,8 @@ def pad_to_alignment(tensor: Tensor, alignment: int, dim: int = 0, value: float 
     if alignment < 1:
         raise ValueError(f"pad_to_alignment: alignment must be at least 1, got {alignment}")
     missing = -tensor.shape[dim] % alignment
-    if not missing:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat((tensor, tensor.new_full(shape, value)), dim=dim)
+    further = tensor.dim() - 1 - dim % tensor.dim()  # dimensions, which `pad` names first
+    return pad(tensor, [0, 0] * further + [0, missing], value=value) if missing else tensor
 
 
 def next_power_of_2(n: int) -> int:
