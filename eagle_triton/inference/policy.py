@@ -71,7 +71,6 @@ class TreePolicy:
         """fixed_tree: for requests that need the same tokens again, if these depend on the tree; None: the first
         choice."""
         self.trees, self.costs, self.fallback = tuple(trees), costs, fallback
-        self.choices = (*self.trees, PLAIN) if fallback else self.trees
         self.events: list[str] = []  # the last decisions and their reasons
         self.stops = self.probes = self.plain_steps = 0
         self._seen: dict[TreeSpec, Acceptance] = {}
@@ -95,6 +94,11 @@ class TreePolicy:
             self._seen.setdefault(self.spec, Acceptance()).add(accepted, self.spec.depth)
         else:
             self.plain_steps += 1
+
+    @property
+    def choices(self) -> tuple[TreeSpec, ...]:
+        """The trees, and with `fallback` plain decoding."""
+        return (*self.trees, PLAIN) if self.fallback else self.trees
 
     def resize(self, slots: int) -> None:
         """Choose again for steps over `slots` sequences, because another tree may be faster now."""
