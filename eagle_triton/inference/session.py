@@ -298,7 +298,7 @@ class Session:
         grammars = [None, ENDLESS] if self._takes_grammars() else [None]
         runs = list(itertools.product(dict.fromkeys(sizes), (0.0, 1.0), grammars))
         trees = [PLAIN] if self.policy is None else [*([PLAIN] if self.policy.fallback else []), *self.policy.trees]
-        new = min(1 + STEPS_OF_EACH * sum(tree.depth + 1 for tree in trees), self.rows - 2)
+        new = max(min(1 + STEPS_OF_EACH * sum(tree.depth + 1 for tree in trees), self.rows - 2), 0)
         start, memory = time.perf_counter(), _reserved_bytes(self._device)
         try:
             for size, temperature, grammar in tqdm(runs, "compiling and capturing steps", leave=False, disable=None):
