@@ -29,19 +29,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-__all__, __getattr__, __dir__ = public_names(
-    __name__,
-    {
-        "engine.grammar": "Grammar",
-        "errors": "UnsupportedModelError",
-        "export.export_head": "export_head",
-        "export.quantize": "quantize_checkpoint",
-        "inference.config": "EAGLEConfig",
-        "inference.eagle_inference": "EAGLEInference",
-        "integration": "EagleTritonConfig TritonConfig optimize_eagle_with_triton optimize_with_triton restore "
-        "restore_eagle",
-        "models.ea_model": "EaModel",
-        "models.mtp": "load_mtp",
-        "patching": "PatchError",
-    },
-)
+__all__, __getattr__, __dir__ = public_names(__name__)

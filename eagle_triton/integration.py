@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -162,13 +162,8 @@ def optimize_eagle_with_triton(
     skipped |= _no_megakernel(config, assembled.drafting, engine.view)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
-
-    def drop_caches() -> None:
-        family.drop_caches(model)
-        engine.clear()
-
     engine.notes.update(skipped)
-    return _patched(model, patch_points, drop_caches, assembled)
+    return _patched(model, patch_points, lambda: family.drop_caches(model), assembled)
 
 
 def optimize_with_triton(
@@ -223,13 +218,8 @@ def optimize_with_triton(
 
     engine.notes.update(_note_on_tree(engine.view, read_tree()))
     assistants = _Assistants(assembled, roots)
-
-    def clear() -> None:
-        engine.clear()
-        assistants.clear()
-
     patch_points = hf_generate.patch_points(model, Drafting(engine, read_tree), assistants)
-    return _patched(model, patch_points, clear, assembled)
+    return _patched(model, patch_points, assistants.clear, assembled)
 
 
 class _Assistants:
@@ -247,15 +237,12 @@ class _Assistants:
         if last is None or last[0] != wanted or last[1].change():
             self._engine.check_model()  # from now on changes of the assistant are watched
             self.clear()
-            own = {} if wanted.model is None else {"assistant_model": wanted.model}
-            drafting, read, copied = self._drafting(wanted, own)
-            last = self._last = wanted, ModelWatch(own, read, copied), drafting
+            last = self._last = wanted, *self._read(wanted)
         return last[2]
 
-    def _drafting(
-        self, wanted: Assistance, own: Mapping[str, nn.Module]
-    ) -> tuple[Drafting, frozenset[nn.Module], dict[str, Tensor]]:
-        """The drafting, the modules that are read, and copies of weights. own: the assistant, by its name in errors."""
+    def _read(self, wanted: Assistance) -> tuple[ModelWatch, Drafting]:
+        """A watch over the assistant, and the drafting."""
+        own = {} if wanted.model is None else {"assistant_model": wanted.model}
         view, read, copied = self._engine.view, frozenset[nn.Module](), dict[str, Tensor]()
         if view.ranks is not None:
             raise UnsupportedModelError("ranks share the target (tp_plan)", "devices")
@@ -275,7 +262,7 @@ class _Assistants:
             raise UnsupportedModelError(str(error)) from error
         read |= blocks_read(getattr(draft, "layers", ()))
         watch = ModelWatch({**self._roots, **own}, self._read_modules | read, {**self._copied, **copied})
-        return Drafting(self._engine.beside(draft, watch, view), draft.read_tree), read, copied
+        return ModelWatch(own, read, copied), Drafting(self._engine.beside(draft, watch, view), draft.read_tree)
 
     def clear(self) -> None:
         """Forget the last draft."""
@@ -352,23 +339,13 @@ def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
     }
 
 
-class _Notes(Mapping[str, str]):
-    """The notes of an engine. The note on a draft in eight or four bits includes the tau so far."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-
-    def __getitem__(self, path: str) -> str:
-        note, calls = self._engine.notes[path], self._engine.ops.calls
-        if path != "draft_dtype" or not calls["trees_verified"]:
-            return note
-        return f"{note}; {_tau(calls)}"
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._engine.notes)
-
-    def __len__(self) -> int:
-        return len(self._engine.notes)
+def _facts(engine: Engine) -> patching.Facts:
+    """An engine's facts for a report. The note on a draft in eight or four bits includes the tau so far."""
+    calls, notes = engine.ops.calls, dict(engine.notes)
+    tau = _tau(calls)
+    if tau and "draft_dtype" in notes:
+        notes["draft_dtype"] += f"; {tau}"
+    return patching.Facts(tau, notes, calls)
 
 
 def _tau(calls: Mapping[str, int]) -> str:
@@ -382,15 +359,16 @@ def _tau(calls: Mapping[str, int]) -> str:
 
 
 def _patched(
-    model: ModelT, patch_points: tuple[patching.PatchPoint, ...], on_change: Callable[[], None], assembled: Assembled
+    model: ModelT, patch_points: tuple[patching.PatchPoint, ...], clear: Callable[[], None], assembled: Assembled
 ) -> Optimized[ModelT]:
     """Patch the model. Until it is restored, the engine drafts with `drafting`, then with the draft as it was read, so
-    that quantised copies are freed."""
+    that quantised copies are freed. clear: drops caches besides the engine's."""
     engine = assembled.engine
     loaded, engine.draft = engine.draft, assembled.drafting
 
     def change() -> None:
-        on_change()
+        clear()
+        engine.clear()
         if patching.MARKER not in vars(model):
             engine.draft = loaded
             if engine.watch is not None:
@@ -399,8 +377,6 @@ def _patched(
         if engine.draft is not None:
             engine.draft.forget()
 
-    calls = engine.ops.calls
-    notes, summary = _Notes(engine), lambda: _tau(calls)
-    originals = patching.apply(patch_points, model, change, notes, calls, summary, engine.strict)
+    originals = patching.apply(patch_points, model, change, lambda: _facts(engine), engine.strict)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)

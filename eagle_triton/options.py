@@ -16,6 +16,7 @@ from eagle_triton.operands.verification import Verification
 from eagle_triton.values import check_range, check_switch_or_auto, check_switches, checked_integer
 
 Config = TypeVar("Config", bound="EngineOptions")
+MAX_SLOTS = 256  # sequences decoded at a time
 MAX_TREE = 1024  # nodes of a tree, and its levels
 
 

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,15 @@ def _times(patch_point: PatchPointReport) -> str:
     return f"calls {patch_point.calls}, fallbacks {patch_point.fallbacks}"
 
 
+class Facts(NamedTuple):
+    """What a report shows beside the patch points. summary: in its title, may be empty. skipped: parts that are not
+    patched, and why. counters: counts by name."""
+
+    summary: str
+    skipped: Mapping[str, str]
+    counters: Mapping[str, int]
+
+
 class Originals(Mapping[str, Any]):
     """The originals of a patch by dotted path, read-only.
 
@@ -159,18 +168,9 @@ class Originals(Mapping[str, Any]):
     often it was called, and what was not patched and why; `repr()` says it in one line.
     """
 
-    def __init__(
-        self,
-        marked: Any,
-        on_change: Callable[[], None],
-        skipped: Mapping[str, str],
-        counters: Mapping[str, int],
-        summary: Callable[[], str],
-    ):
-        self._marked, self._on_change = marked, on_change
-        self._skipped, self._counters, self._summary = skipped, counters, summary
+    def __init__(self, marked: Any, on_change: Callable[[], None], facts: Callable[[], Facts]):
+        self._marked, self._on_change, self._facts = marked, on_change, facts
         self._applied: list[_Applied] = []
-        self._warned: set[tuple[str, str]] = set()  # attributes and reasons
         self._restored = False
 
     def __str__(self) -> str:
@@ -227,7 +227,7 @@ class Originals(Mapping[str, Any]):
 
     def report(self) -> Report:
         """A list with one entry for each patch point, patched ones first. It prints as a table."""
-        status = "restored" if self._restored else "patched"
+        status, facts = "restored" if self._restored else "patched", self._facts()
         patched = [
             PatchPointReport(
                 e.patch_point.path,
@@ -240,27 +240,21 @@ class Originals(Mapping[str, Any]):
             )
             for e in self._applied
         ]
-        left = [PatchPointReport(path, "", "left", 0, 0, why) for path, why in self._skipped.items()]
-        counted = [
-            PatchPointReport(name, "operation", "counted", calls, 0, "") for name, calls in self._counters.items()
-        ]
-        name, summary = getattr(self._marked, "__name__", type(self._marked).__name__), self._summary()
-        title = f"{name}, {status}" + (f": {summary}" if summary else "")
-        return Report(title, patched + left + counted)
+        left = [PatchPointReport(path, "", "left", 0, 0, why) for path, why in facts.skipped.items()]
+        counted = [PatchPointReport(name, "operation", "counted", n, 0, "") for name, n in facts.counters.items()]
+        title = f"{getattr(self._marked, '__name__', type(self._marked).__name__)}, {status}"
+        return Report(f"{title}: {facts.summary}" if facts.summary else title, patched + left + counted)
 
 
 def apply(
     patch_points: tuple[PatchPoint, ...],
     marked: Any,
     on_change: Callable[[], None],
-    skipped: Mapping[str, str],
-    counters: Mapping[str, int],
-    summary: Callable[[], str] = lambda: "",
+    facts: Callable[[], Facts],
     strict: bool = False,
 ) -> Originals:
     """Set every patch point. `marked` is the object that counts as patched. `on_change` runs after applying and
-    restoring. Each report shows the current `skipped` (path to reason) and `counters` (name to count), and `summary` in
-    its title. strict: a call that would run an original raises ValueError.
+    restoring. `facts` is called for each report. strict: a call that would run an original raises ValueError.
 
     Raises PatchError before anything is set if `marked` is patched already, a patch point does not exist, or two are
     the same. If setting one fails, those set before are restored and the error is raised.
@@ -276,7 +270,7 @@ def apply(
             )
         if patch_point.adds == hasattr(patch_point.owner, patch_point.attribute):
             raise PatchError(f"{patch_point.path} {'exists already' if patch_point.adds else 'does not exist'}")
-    originals = Originals(marked, on_change, skipped, counters, summary)
+    originals, warned = Originals(marked, on_change, facts), set[tuple[str, str]]()  # attributes and reasons
     try:
         for patch_point in patch_points:
             entry = _Applied(
@@ -287,7 +281,7 @@ def apply(
             )
             entry.installed = patch_point.replacement
             if callable(patch_point.replacement):
-                entry.installed = _Installed(entry, originals._warned, strict)
+                entry.installed = _Installed(entry, warned, strict)
             setattr(patch_point.owner, patch_point.attribute, entry.installed)
             vars(patch_point.owner)[STATE] = functools.partial(_refuse_copy, patch_point.path)
             originals._applied.append(entry)

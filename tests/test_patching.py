@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from eagle_triton import patching
-from eagle_triton.patching import MARKER, MISSING, Fallback, PatchError, PatchPoint
+from eagle_triton.patching import MARKER, MISSING, Facts, Fallback, PatchError, PatchPoint
 
 
 class Thing:
@@ -19,8 +19,8 @@ class Thing:
 
 
 def patch(thing, *patch_points, on_change=lambda: None, strict=False):
-    notes, counters = {"left.alone": "why not"}, {"operation": 3}
-    return patching.apply(patch_points, thing, on_change, notes, counters, lambda: "all is well", strict)
+    facts = Facts("all is well", {"left.alone": "why not"}, {"operation": 3})
+    return patching.apply(patch_points, thing, on_change, lambda: facts, strict)
 
 
 def patch_point(thing, attribute, replacement, adds=False):

@@ -1273,7 +1273,8 @@ def test_an_engine_elsewhere_is_asked_as_one_here(forked_engine):
             assert (completion.tokens, completion.text) == (want.tokens, want.text)
             assert completion.finished == want.finished
         process.put((15, replace(calls[0], max_new_tokens=FAILING)))
-        assert told.get(timeout=60) == ("failed", [15])
+        what, number, status, message = told.get(timeout=60)
+        assert (what, number, status) == ("refused", 15, 500) and "failed in a step" in message
         process.put((16, calls[2]))
         assert until(1)[16].tokens == expected[2].tokens
         process.put((17, replace(calls[2], prompt=None)))

@@ -351,9 +351,9 @@ def test_a_response_in_the_background_can_be_cancelled(client):
 def test_a_response_that_is_no_longer_kept_does_not_go_on(monkeypatch):
     async def fill(store: responses.ResponseStore) -> None:
         goes_on = asyncio.ensure_future(asyncio.sleep(60))
-        store.put({"id": "resp_first"}, [], [], goes_on)
-        store.put({"id": "resp_second"}, [], [])
-        store.put({"id": "resp_third"}, [], [])
+        store.put(responses.Kept({"id": "resp_first"}, [], [], goes_on))
+        store.put(responses.Kept({"id": "resp_second"}, [], []))
+        store.put(responses.Kept({"id": "resp_third"}, [], []))
         with pytest.raises(asyncio.CancelledError):
             await goes_on
         for name in ("resp_second", "resp_third"):

@@ -232,8 +232,8 @@ def test_calls_and_results_in_the_history_reach_the_template(answering, server):
     assert prompt == "f,user: x\nassistant: <tool_call>f 7</tool_call>\ntool: 8c1\n"
 
 
-def pieces(text: str, form, step: int, **options) -> list[tuple[str, str]]:
-    reader, found = AnswerReader(form, ("f", "g"), options.get("thinks", False), options.get("thinking", False)), []
+def pieces(text: str, form, step: int, reasons: bool | None = None) -> list[tuple[str, str]]:
+    reader, found = AnswerReader(form, ("f", "g"), reasons), []
     parts = [part for first in range(0, len(text), step) for part in reader.push(text[first : first + step])]
     for kind, said, _ in [*parts, *reader.finish()]:
         if kind == END:
@@ -245,10 +245,13 @@ def pieces(text: str, form, step: int, **options) -> list[tuple[str, str]]:
     return found
 
 
+NO_JSON, TOO_DEEP = '<tool_call>{"name": "\\q", "arguments": {}}', "<tool_call>" + 5000 * "["
 TEXTS = [
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("call", "f"), ("arguments", '{"a": 1}')]),
     (HERMES, '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
     (HERMES, "<tool_call>[1]</tool_call> x", [("content", "<tool_call>[1]</tool_call> x")]),
+    (HERMES, NO_JSON, [("content", NO_JSON)]),
+    (HERMES, TOO_DEEP, [("content", TOO_DEEP)]),
     (
         HERMES,
         '<tool_call>{"name": "f", "arguments": {}}</tool_call> {"a": 1} x',
@@ -294,9 +297,9 @@ def test_forms(form, text, want, step):
 
 @pytest.mark.parametrize("step", [1, 1000])
 def test_reasoning_begins_in_the_prompt_or_in_the_answer(step):
-    assert pieces("Hm</think> Hi", None, step, thinks=True, thinking=True) == [("reasoning", "Hm"), ("content", "Hi")]
-    assert pieces("<think>Hm", None, step, thinks=True) == [("reasoning", "Hm")]
-    assert pieces("Hi <think> Hm", None, step, thinks=True) == [("content", "Hi <think> Hm")]
+    assert pieces("Hm</think> Hi", None, step, reasons=True) == [("reasoning", "Hm"), ("content", "Hi")]
+    assert pieces("<think>Hm", None, step, reasons=False) == [("reasoning", "Hm")]
+    assert pieces("Hi <think> Hm", None, step, reasons=False) == [("content", "Hi <think> Hm")]
 
 
 def test_the_form_is_read_from_the_template():
@@ -472,11 +475,11 @@ def test_a_strict_call_that_the_model_chose_fits_its_schema(server, monkeypatch)
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-@pytest.mark.parametrize(("thinks", "thinking"), [(True, False), (False, True)])
-def test_reasoning_before_calls_that_must_come(thinks, thinking, step):
-    begin = "Hm [" if thinking else " <think>Hm ["
+@pytest.mark.parametrize("begun", [False, True])
+def test_reasoning_before_calls_that_must_come(begun, step):
+    begin = "Hm [" if begun else " <think>Hm ["
     for called, text in (("f", "{}"), (None, '[{"name": "f", "parameters": {}}]')):
-        reader, text = AnswerReader(LISTED, ["f"], thinks, thinking, called), f"{begin}</think>\n{text}"
+        reader, text = AnswerReader(LISTED, ["f"], begun, called), f"{begin}</think>\n{text}"
         found = [part for first in range(0, len(text), step) for part in reader.push(text[first : first + step])]
         found += reader.finish()
         assert "".join(said for kind, said, _ in found if kind == "reasoning") == "Hm ["

@@ -23,6 +23,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families.assistants import draft_from_assistant
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.inference import SpeculativeConfig
+from eagle_triton.serve.drafters import Drafters
 from tests.test_causal_lm import DEVICE
 from tests.tiny import generate_row
 from tests.tiny_families import ALTERNATE, GEMMA4, SIZES, randomise, skipped_if_unknown, tiny_family, tiny_head
@@ -142,6 +143,7 @@ def test_requests_enter_and_leave(target, assistant):
         engine = EAGLEInference(assistant, target, EAGLEConfig(fallback=False, **options))
         tokens, stats = engine.generate(rows, NEW)
         assert [row.tolist() for row in tokens] == want and stats["total_tokens_generated"] == 3 * NEW
+        assert Drafters.read(engine) == Drafters("draft_model", "suffix" if "suffix_drafts" in options else None)
     sampled = dict(temperature=0.8, seed=3)
     plain, _ = EAGLEInference("suffix", target, EAGLEConfig(suffix_drafts=1)).generate(rows, NEW, **sampled)
     found, _ = engine.generate(rows, NEW, **sampled)

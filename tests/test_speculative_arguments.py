@@ -32,7 +32,8 @@ def reader(config=FIXED, tokenizer=None):
 
 def calls(count=2, config=FIXED, max_new_tokens=5, stop_token_ids=None, stop_strings=(), seed=None, **sampling):
     prompts = [torch.ones(3, dtype=torch.long)] * count
-    return reader(config).requests(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+    stops = {"stop_token_ids": stop_token_ids, "stop_strings": stop_strings}
+    return reader(config).requests(prompts, seed, max_new_tokens=max_new_tokens, **stops, **sampling)
 
 
 # --- options ---

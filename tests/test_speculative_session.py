@@ -339,6 +339,8 @@ def test_preparing_makes_steps_of_all_sizes_and_is_not_counted(eagle):
                 session.prepare(most)
         assert len(finish(session)[0].tokens) == 3
     del eagle.engine.step
+    with eagle.session(slots=1, rows=1) as session:
+        session.prepare()  # nothing: no token fits
 
 
 def mtp_of(model):

@@ -138,14 +138,7 @@ class Sequences:
         self.stops = Stops(
             ids=zeros(STOP_IDS, dtype=torch.int64), limit=zeros(dtype=torch.int32), exact=zeros(dtype=torch.bool)
         )
-        self.sampling = SamplingTensors(
-            temperature=zeros(dtype=torch.float32),
-            top_k=zeros(dtype=torch.int32),
-            top_p=zeros(dtype=torch.float64),
-            min_p=zeros(dtype=torch.float32),
-            seed=zeros(dtype=torch.int64),
-            step=zeros(dtype=torch.int64),
-        )
+        self.sampling = SamplingTensors.zeros(slots, view.device)
         if pool is None:
             self.pages = SlotPages.whole(slots, capacity, view.device)
         else:

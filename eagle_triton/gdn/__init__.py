@@ -35,20 +35,4 @@ if TYPE_CHECKING:
     from eagle_triton.gdn.verify import GDNVerifyWorker as GDNVerifyWorker
     from eagle_triton.gdn.worker import GDNSpeculativeWorker as GDNSpeculativeWorker
 
-__all__, __getattr__, __dir__ = public_names(
-    __name__,
-    {
-        "backend": "GDNAttnBackend",
-        "convolution": "causal_conv1d_fn causal_conv1d_update",
-        "draft": "GDNDraftWorker",
-        "gating": "compute_gating_params fused_gdn_gating",
-        "layer": "Qwen3GatedDeltaNet select_mode",
-        "model": "SimpleLMWithGDN",
-        "norm": "RMSNormGated",
-        "rules": "GatedDeltaRuleOp chunk_gated_delta_rule fused_recurrent_gated_delta_rule",
-        "slot_rules": "fused_recurrent_gated_delta_rule_update fused_sigmoid_gating_delta_rule_update",
-        "tree": "build_tree_mask_from_parents",
-        "verify": "GDNVerifyWorker",
-        "worker": "GDNSpeculativeWorker",
-    },
-)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -49,26 +49,4 @@ if TYPE_CHECKING:
     from eagle_triton.inference.tokens import select_top_k_tokens as select_top_k_tokens
     from eagle_triton.operands.adaptive_length import EGAGConfig as EGAGConfig
 
-__all__, __getattr__, __dir__ = public_names(
-    __name__,
-    {
-        ".engine.grammar": "Grammar",
-        ".engine.sampling_params": "SamplingParams",
-        ".engine.scheduler.requests": "Piece",
-        ".operands.adaptive_length": "EGAGConfig",
-        "arctic_suffix_cache": "SuffixDecodingCache SuffixDecodingDraft",
-        "config": "EAGLEConfig",
-        "costs": "CostTable",
-        "eagle_inference": "EAGLEInference",
-        "load": "create_proposer",
-        "session": "Completion Results Session StepInfo",
-        "sglang_trees": "TreeMaskMode build_tree_structure organize_draft_results verify_tree_greedy",
-        "shared_session": "SharedSession",
-        "speculative_config": "AcceptPolicy MTPStrategy SpecMethod SpeculativeConfig VerifyStrategy",
-        "statistics": "RequestMetrics Statistics calculate_acceptance_rate compute_tree_statistics "
-        "estimated_speedup expected_emitted",
-        "text": "TextStream",
-        "tokens": "expand_beam fast_topk_torch generate_token_bitmask next_power_of_2 "
-        "pad_to_alignment sample_from_logits select_top_k_tokens",
-    },
-)
+__all__, __getattr__, __dir__ = public_names(__name__)

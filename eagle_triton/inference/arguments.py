@@ -210,36 +210,18 @@ class ArgumentReader:
             )
         return compiler_for(self.tokenizer, self.vocabulary, ends).matcher(grammar)
 
-    def requests(
-        self,
-        prompts: list[Tensor],
-        max_new_tokens: Any,
-        stop_token_ids: Any,
-        stop_strings: Any,
-        seed: Any,
-        min_new_tokens: Any = 0,
-        **sampling: Any,
-    ) -> list[Request]:
-        """A request for each prompt. An option is one value, or a list with one for each prompt."""
-        count = len(prompts)
+    def requests(self, prompts: list[Tensor], seed: Any, **options: Any) -> list[Request]:
+        """A request for each prompt. options: of sampling, and arguments of `request`. Each, also `seed`, is one value,
+        or a list with one for each prompt."""
+        count, requests = len(prompts), []
         if _is_integer(plain := _plain(seed)):
             seed = [int(plain) + index for index in range(count)]
-        options = {name: _each(name, value, count) for name, value in {**sampling, "seed": seed}.items()}
-        limits = [checked_integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
-        least = _each("min_new_tokens", min_new_tokens, count)
-        stops = _each("stop_token_ids", stop_token_ids, count)
-        strings = _each("stop_strings", stop_strings, count)
-        return [
-            self.request(
-                prompts[index],
-                limits[index],
-                self.config.sampling(**{name: values[index] for name, values in options.items()}),
-                stops[index],
-                strings[index],
-                min_new_tokens=least[index],
-            )
-            for index in range(count)
-        ]
+        columns = {name: _each(name, value, count) for name, value in {**options, "seed": seed}.items()}
+        for index, prompt in enumerate(prompts):
+            own = {name: column[index] for name, column in columns.items()}
+            sampling = self.config.sampling(**{name: own.pop(name) for name in SAMPLING if name in own})
+            requests.append(self.request(prompt, sampling=sampling, **own))
+        return requests
 
     def _numbered(self, index: int, prompt: Prompt) -> Tensor:
         try:

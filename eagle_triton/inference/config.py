@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS
 from eagle_triton.engine.tree_spec import MAX_NODES, TreeSpec
+from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.operands.integrators import TreeMaskMode
 from eagle_triton.operands.suffix_match import MAX_TIMES
 from eagle_triton.operands.verification import MAX_CANDIDATE_LEN, Verification
-from eagle_triton.options import MAX_TREE, EngineOptions, candidates_of, check_nodes
+from eagle_triton.options import MAX_SLOTS, MAX_TREE, EngineOptions, candidates_of, check_nodes
 from eagle_triton.values import check_choice, check_switches, checked_integer
 
-if TYPE_CHECKING:
-    from eagle_triton.inference.speculative_config import SpeculativeConfig
-
-MAX_SLOTS = 256  # sequences decoded at a time
 WHOLE: dict[str, tuple[Any, ...]] = {  # options that are integers from 1, and their other values
     **dict.fromkeys(("topk", "num_steps", "slots", "prompt_tokens"), ()),
     "max_length": (None,),
@@ -37,10 +34,10 @@ GUIDED = ("eagle", "draft_model", "mtp")  # methods with a model for all drafts
 VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
 
 
-def checked_device(value: Any) -> torch.device:
-    """The device of that name. Raises ValueError if torch knows none."""
+def checked_device(value: Any) -> torch.device | None:
+    """The device of that name; None stays None. Raises ValueError if torch knows none."""
     try:
-        return torch.device(value)
+        return None if value is None else torch.device(value)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be a torch.device or the name of one, got {value!r}") from error
 
@@ -115,8 +112,7 @@ class EAGLEConfig(EngineOptions):
             raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
         check_choice("tree_mask_mode", self.tree_mask_mode, [*map(int, TreeMaskMode)])
         object.__setattr__(self, "tree_mask_mode", TreeMaskMode(self.tree_mask_mode))
-        if self.device is not None:
-            object.__setattr__(self, "device", checked_device(self.device))
+        object.__setattr__(self, "device", checked_device(self.device))
         self.sampling()  # checks its options
         self._check_speculative()
         _ = self.verification  # checks its options
@@ -131,10 +127,7 @@ class EAGLEConfig(EngineOptions):
     @property
     def verification(self) -> Verification:
         """How drafts are judged."""
-        if (options := self.speculative) is not None:
-            names = (str(options.verify_strategy), str(options.accept_policy))
-            return Verification(*names, options.verify_window, options.max_candidate_len)
-        return Verification(self.verify_strategy, self.accept_policy, self.verify_window, self.max_candidate_len)
+        return Verification(*(getattr(self.speculative or self, name) for name in VERIFICATION))
 
     @property
     def drafting_dtype(self) -> str | None:
@@ -160,20 +153,16 @@ class EAGLEConfig(EngineOptions):
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
         """The tree with `nodes` nodes (default: the configured number), at most as deep and wide as that allows."""
-        return dataclasses.replace(self._tree(nodes), adaptive=self.egag is not None)
-
-    def _tree(self, nodes: int | None) -> TreeSpec:
+        nodes, levels, width = self.nodes if nodes is None else nodes, self.num_steps, self.topk
+        if nodes != self.nodes or self.num_draft_tokens == "auto":
+            levels, width = min(levels, nodes - 1), min(width, nodes - 1)
+        tree = TreeSpec.dynamic(nodes, levels - 1, width)
         if (options := self.speculative) is not None:
             drafts = options.num_model_steps if options.method == "mtp" else options.num_speculative_tokens
-            return TreeSpec.chain(max(drafts, 1))
-        nodes = self.nodes if nodes is None else nodes
-        if nodes == self.nodes and self.num_draft_tokens != "auto":
-            return TreeSpec.dynamic(nodes, self.num_steps - 1, self.topk)
-        return TreeSpec.dynamic(nodes, min(self.num_steps, nodes - 1) - 1, min(self.topk, nodes - 1))
+            tree = TreeSpec.chain(max(drafts, 1))
+        return dataclasses.replace(tree, adaptive=self.egag is not None)
 
     def _check_speculative(self) -> None:
-        from eagle_triton.inference.speculative_config import SpeculativeConfig
-
         if self.speculative is None:
             return
         if not isinstance(self.speculative, SpeculativeConfig):
@@ -192,7 +181,7 @@ class EAGLEConfig(EngineOptions):
         options = self.speculative
         if options is not None and (options.method not in GUIDED):
             raise ValueError(f"egag needs a model for all drafts, and method {options.method} has none: leave egag out")
-        drafts = self._tree(None).beam_levels
+        drafts = self.tree().beam_levels
         for name in ("gamma_min", "gamma_max"):
             if (getattr(self.egag, name) or 0) > drafts:
                 raise ValueError(f"egag: {name} must be at most {drafts} (levels), got {getattr(self.egag, name)}")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypedDict, overload
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from eagle_triton.values import check_switches, checked_integer
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 WARM_UP = 8  # tokens to decode for each prompt before a benchmark is timed
 
 
@@ -117,8 +118,7 @@ class EAGLEInference:
         if not isinstance(config, (EAGLEConfig, type(None))):
             raise TypeError(f"config must be an EAGLEConfig or a SpeculativeConfig, got {type(config).__name__}")
         self.config = config or EAGLEConfig()
-        wanted = device if device is not None else self.config.device
-        wanted = None if wanted is None else checked_device(wanted)
+        wanted = checked_device(self.config.device if device is None else device)
         if wanted is not None and wanted.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={str(wanted)!r}: there is no GPU here")
         self.pair = load_pair(draft_model, target_model, self.config, wanted, tp_plan, kernels, cuda_graph)
@@ -152,15 +152,14 @@ class EAGLEInference:
         return cls(draft, str(target), config, device, **options)
 
     def __repr__(self) -> str:
-        view, (target, draft) = self.pair.view, self._models()
-        names = type(target).__name__, type(self.pair.draft if draft is None else draft).__name__
-        where = f"{str(view.dtype).removeprefix('torch.')} on {view.device}"
-        options = self.config.speculative
-        own = self.pair.draft
-        nodes = self.config.num_draft_tokens if own is None or own.any_tree else own.read_tree().nodes
+        pair, view, draft, options = self.pair, self.pair.view, self.pair.draft, self.config.speculative
+        target = pair.target_model.base_model if hasattr(pair.target_model, "ea_layer") else pair.target_model
+        drafter = draft if pair.draft_model is None else getattr(pair.draft_model, "ea_layer", pair.draft_model)
+        nodes = self.config.num_draft_tokens if draft is None or draft.any_tree else draft.read_tree().nodes
         drafts = f"num_draft_tokens {nodes}" if options is None else f"method {options.method}"
         return (
-            f"EAGLEInference({names[0]} of {len(view.layers)} layers, {where}; draft {names[1]}; "
+            f"EAGLEInference({type(target).__name__} of {len(view.layers)} layers, "
+            f"{str(view.dtype).removeprefix('torch.')} on {view.device}; draft {type(drafter).__name__}; "
             f"{drafts}, temperature {self.config.temperature})"
         )
 
@@ -287,8 +286,8 @@ class EAGLEInference:
         if len(prompts) == 1:
             check_positions(len(prompts[0]), self.pair.max_positions)
         requests = self._reader.requests(
-            prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens,
-            temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
+            prompts, seed, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, stop_token_ids=stop_token_ids,
+            stop_strings=stop_strings, temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
         )  # fmt: skip
         policy = self.policy(min(self.config.slots, len(prompts)))
         results = self._run(requests, policy, logprobs, on_step, progress)
@@ -329,8 +328,9 @@ class EAGLEInference:
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         prompts = self._reader.prompts(input_ids)
         requests = self._reader.requests(
-            prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens, **sampling
-        )
+            prompts, seed, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, stop_token_ids=stop_token_ids,
+            stop_strings=stop_strings, **sampling,
+        )  # fmt: skip
         return self._stream(requests, self.policy(min(self.config.slots, len(requests))), logprobs, report_drafts)
 
     def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Unpack[StreamOptions]) -> Iterator[str]:
@@ -395,7 +395,8 @@ class EAGLEInference:
         check_options("benchmark", sampling, self.benchmark)
         check_switches(warm_up=warm_up, progress=progress)
         prompts = self._reader.prompts(test_data)
-        requests = self._reader.requests(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+        stops = {"stop_token_ids": stop_token_ids, "stop_strings": stop_strings}
+        requests = self._reader.requests(prompts, seed, max_new_tokens=max_new_tokens, **stops, **sampling)
         policy = self.policy(min(self.config.slots, len(requests)))
         if warm_up:
             short = [replace(request, max_new_tokens=min(request.max_new_tokens, WARM_UP)) for request in requests]
@@ -425,9 +426,7 @@ class EAGLEInference:
                 f"input_ids: expected a row for each of the {past_key_values.batch} sequences of past_key_values, got "
                 f"{len(input_ids)}"
             )
-        self._check_same_on_all_ranks("what is called, here draft_step,", list(input_ids.shape))
-        with self.engine.running():
-            return stages.draft_step(self.engine, self.config, input_ids, past_key_values)
+        return self._run_stage(stages.draft_step, input_ids, past_key_values)
 
     def generate_draft_tree(self, input_ids: Tensor, verified_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draft a tree for each sequence.
@@ -440,9 +439,7 @@ class EAGLEInference:
         """
         self._check_ids(input_ids)
         self._check_roots(verified_id, input_ids)
-        self._check_same_on_all_ranks("what is called, here generate_draft_tree,", list(input_ids.shape))
-        with self.engine.running():
-            return stages.generate_draft_tree(self.engine, self.config, input_ids, verified_id)
+        return self._run_stage(stages.generate_draft_tree, input_ids, verified_id)
 
     def verify_drafts(
         self,
@@ -468,11 +465,7 @@ class EAGLEInference:
             if not 0 <= least <= most <= last:
                 raise ValueError(f"top_scores_index: candidates must lie in 0..{last}, got {least}..{most}")
         tree = (draft_tokens, verified_id, parent_list, top_scores_index)
-        self._check_same_on_all_ranks(
-            "what is called, here verify_drafts,", [list(input_ids.shape), list(draft_tokens.shape)]
-        )
-        with self.engine.running():
-            return stages.verify_drafts(self.engine, self.config, input_ids, *tree)
+        return self._run_stage(stages.verify_drafts, input_ids, *tree)
 
     # --- what it costs ---
 
@@ -539,13 +532,6 @@ class EAGLEInference:
         return "\n".join([f"statistics: {self.statistics}", *lines])
 
     # --- details ---
-
-    def _models(self) -> tuple[Any, Any]:
-        """The target and the draft; of an EaModel, the part that is used."""
-        target, draft = self.pair.target_model, self.pair.draft_model
-        if hasattr(target, "ea_layer"):
-            target = target.base_model
-        return target, getattr(draft, "ea_layer", draft)
 
     def _run(
         self,
@@ -654,6 +640,13 @@ class EAGLEInference:
         if not self.config.fallback and len(trees) == 1:
             return grafted
         return [*grafted, *trees, TreeSpec.repeats(places)]
+
+    def _run_stage(self, stage: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function of `stages`, which all ranks must call together."""
+        shapes = [list(argument.shape) for argument in arguments if isinstance(argument, Tensor)]
+        self._check_same_on_all_ranks(f"what is called, here {stage.__name__},", shapes)
+        with self.engine.running(), torch.no_grad():
+            return stage(self.engine, self.config, *arguments)
 
     def _check_ids(self, input_ids: Tensor) -> None:
         self.engine.check_model()

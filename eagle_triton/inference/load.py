@@ -82,17 +82,10 @@ def load_pair(
     kernels: bool | None = None,
     cuda_graph: bool | None = None,
 ) -> Pair:
-    """An engine for a draft and a target.
+    """An engine for a draft and a target. Arguments: see `EAGLEInference`; device: None: anywhere.
 
-    target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
-    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for its
-    head, a draft head or a block drafter, "mtp" for the multi-token-prediction layers stored with the target's weights,
-    or the result of `load_mtp`, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts
-    from earlier text, your own `Draft`, or the directory or hub id of a head, a block drafter or an assistant. A
-    configuration that drafts without a model needs none. device: where the models must be, None: anywhere. tp_plan: how
-    a target given by path is spread over ranks, None: not at all. kernels, cuda_graph: see `PatchOptions`. Raises
-    UnsupportedModelError for an unknown model, and ValueError for a draft that does not fit, for models on another
-    device or in another dtype than configured, and for options that would have no effect.
+    Raises UnsupportedModelError for an unknown model, and ValueError for a draft that does not fit, for models on
+    another device or in another dtype than configured, and for options that would have no effect.
     """
     choice, config = choose_draft(draft_model, target_model, config)
     target, tokenizer = target_in_memory(target_model, choice, config, device, tp_plan)
@@ -212,9 +205,9 @@ def _stop_ids(tokenizer: Any | None, view: ModelView) -> frozenset[int]:
 
 
 def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
-    """The draft that is meant, and the configuration, with what the draft's name implies. Arguments: see `load_pair`.
+    """The draft that is meant, and the configuration, with what the draft's name implies.
 
-    Raises ValueError if draft and configuration contradict each other.
+    Arguments: see `EAGLEInference`. Raises ValueError if draft and configuration contradict each other.
     """
     if draft_model is None:
         return _by_configuration(target_model, config), config

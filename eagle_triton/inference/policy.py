@@ -8,6 +8,7 @@ model, earlier text, both) says little about another, so each is tried.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,14 +36,12 @@ class Acceptance:
 
     steps: float = 0.0
     emitted: float = 0.0
-    reached: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
+    reached: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    accepted: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, lengths: Sequence[int], depth: int) -> None:
         """Count one step; lengths: the drafts that each sequence accepted."""
         self.fade(1 - 1 / MEMORY)
-        self.reached += [0.0] * (depth - len(self.reached))
-        self.accepted += [0.0] * (depth - len(self.accepted))
         share = 1 / len(lengths)
         for length in lengths:
             self.steps += share
@@ -53,15 +52,14 @@ class Acceptance:
 
     def rate(self, level: int) -> float | None:
         """Accepted / reached at a depth from 0, None if too little was seen."""
-        if level >= len(self.reached) or self.reached[level] < 0.5:
-            return None
-        return self.accepted[level] / self.reached[level]
+        return None if self.reached[level] < 0.5 else self.accepted[level] / self.reached[level]
 
     def fade(self, factor: float) -> None:
         """Give earlier observations less weight."""
         self.steps, self.emitted = self.steps * factor, self.emitted * factor
-        self.reached = [count * factor for count in self.reached]
-        self.accepted = [count * factor for count in self.accepted]
+        for counts in (self.reached, self.accepted):
+            for level in counts:
+                counts[level] *= factor
 
 
 class TreePolicy:
@@ -98,23 +96,23 @@ class TreePolicy:
             self.plain_steps += 1
 
     @property
-    def has_choice(self) -> bool:
-        """Whether there is more than one choice, plain decoding included."""
-        return len(self.trees) > 1 or self.fallback
+    def choices(self) -> tuple[TreeSpec, ...]:
+        """The trees, and with `fallback` plain decoding."""
+        return (*self.trees, PLAIN) if self.fallback else self.trees
 
     def resize(self, slots: int) -> None:
         """Choose again for steps over `slots` sequences, because another tree may be faster now."""
         if slots == self.costs.slots:
             return
         self.costs.slots = slots
-        best = max((*self.trees, PLAIN) if self.fallback else self.trees, key=self.rate)
-        if self.has_choice and best != self.spec and self.rate(best) > GAIN * self.rate(self.spec):
+        best = max(self.choices, key=self.rate)
+        if best != self.spec and self.rate(best) > GAIN * self.rate(self.spec):
             self._pause, self._probing, self._checking = PAUSE, bool(best.drafts and not self.spec.drafts), False
             self._change(best)
 
     def choose(self) -> TreeSpec:
         """The tree for the next step."""
-        if not self.has_choice:
+        if len(self.choices) == 1:
             return self.spec
         if not self.spec.drafts:
             if self._since >= self._pause:
@@ -187,7 +185,7 @@ class TreePolicy:
             self._pause, self._checking = CHECK, True
             self._change(PLAIN)
             return
-        best = max((*self.trees, PLAIN) if self.fallback else self.trees, key=self.rate)
+        best = max(self.choices, key=self.rate)
         gain = GAIN if best.drafts else 1.0  # between trees a small gain is not worth a change
         if self.rate(best) <= self.rate(self.spec) * gain:
             if self._probing or self._since >= 4 * LOOK:

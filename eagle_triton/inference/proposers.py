@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from eagle_triton.engine.drafts.beams import ScoringDraft
@@ -16,22 +14,27 @@ from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft, scor
 from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, OutputRing, RepeatDraft, SuffixSource
 from eagle_triton.engine.drafts.shared_keys import SharedKeysDraft
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.inference.config import TREE, EAGLEConfig
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.operands.suffix_match import SuffixRules
 from eagle_triton.values import check_range
 
-if TYPE_CHECKING:
-    from eagle_triton.engine.model.model_view import ModelView
-
-WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX, SpecMethod.NASD)
+WITH_MODEL: dict[str | None, tuple[type[Draft], ...]] = {
+    SpecMethod.EAGLE: (EagleDraft,),
+    SpecMethod.DFLASH: (BlockDraft,),
+    SpecMethod.DSPARK: (BlockDraft,),
+    SpecMethod.DRAFT_MODEL: (CausalLMDraft, SharedKeysDraft),
+    SpecMethod.MTP: (MTPDraft,),
+}
+"""Methods whose drafts all come from a model, and the kinds of draft that they take."""
 
 
 def needs_model(config: EAGLEConfig) -> bool:
     """Whether drafts come from a model: a head, MTP layers or a language model."""
     if config.speculative is None:
         return not config.suffix_drafts
-    return config.speculative.method not in WITHOUT_MODEL
+    return config.speculative.method in (*WITH_MODEL, SpecMethod.HYBRID)
 
 
 def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> Draft | None:
@@ -48,20 +51,12 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
     if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # from create_proposer
         return model
-    kinds: tuple[tuple[SpecMethod, type[Draft] | tuple[type[Draft], ...]], ...] = (
-        (SpecMethod.EAGLE, EagleDraft),
-        (SpecMethod.DFLASH, BlockDraft),
-        (SpecMethod.DSPARK, BlockDraft),
-        (SpecMethod.DRAFT_MODEL, (CausalLMDraft, SharedKeysDraft)),
-        (SpecMethod.MTP, MTPDraft),
-    )
-    for method, kind in kinds:
-        if options.method is method:
-            if not isinstance(model, kind):
-                fitting = " or ".join(other for other, drafts in kinds if isinstance(model, drafts))
-                its = f"; its method is {fitting}" if fitting else ""
-                raise ValueError(f"method {method} does not draft with {type(model).__name__}{its}")
-            return model
+    if options.method in WITH_MODEL:
+        if not isinstance(model, WITH_MODEL[options.method]):
+            fitting = " or ".join(str(method) for method, kinds in WITH_MODEL.items() if isinstance(model, kinds))
+            its = f"; its method is {fitting}" if fitting else ""
+            raise ValueError(f"method {options.method} does not draft with {type(model).__name__}{its}")
+        return model
     if outside := [token for token in options.ban_tokens if token >= view.vocab_size]:
         raise ValueError(f"ban_tokens: tokens must lie in 0..{view.vocab_size - 1}, got {outside}")
     if options.method is SpecMethod.SUFFIX:

@@ -28,17 +28,13 @@ HANDED_ON: dict[str, dict[str, tuple[str, ...]]] = {  # by engine and method, th
             "suffix_decoding_min_token_prob",
         ),
         "mtp": ("num_model_steps", "model"),
-        "eagle": ("model", "quantization"),
-        "dflash": ("model", "quantization"),
-        "dspark": ("model", "quantization"),
-        "draft_model": ("model", "quantization"),
+        **dict.fromkeys(("eagle", "dflash", "dspark", "draft_model"), ("model", "quantization")),
     },
     "SGLang": {
         "ngram": ("max_ngram_size", "joined", "match"),
         "mtp": ("num_model_steps", "model"),
-        "eagle": ("model", "quantization"),
         "dflash": ("model",),
-        "draft_model": ("model", "quantization"),
+        **dict.fromkeys(("eagle", "draft_model"), ("model", "quantization")),
     },
 }
 WHY_NOT = {
@@ -53,6 +49,13 @@ WHOSE = {
     "dspark": "a block drafter",
     "draft_model": "a causal language model",
 }
+ALGORITHMS = {  # SGLang's names of methods
+    "ngram": "NGRAM",
+    "mtp": "NEXTN",
+    "eagle": "EAGLE3",
+    "dflash": "DFLASH",
+    "draft_model": "STANDALONE",
+}
 STRATEGIES = {  # those that are not passed on
     "greedy": "each request asks for it there, by temperature 0",
     "topp": "it accepts what the target would draw, and this is lossy",
@@ -64,63 +67,46 @@ def vllm_options(config: SpeculativeConfig) -> dict[str, Any] | None:
     method = _checked(config, "vLLM")
     if method is None:
         return None
+    name = "eagle3" if method == "eagle" else method
+    options = {"method": name, **_draft(config, "model", "quantization"), "num_speculative_tokens": _drafts(config)}
     if method == "ngram":
-        lookup = dict(prompt_lookup_max=config.max_ngram_size, prompt_lookup_min=1)
-        return dict(method="ngram", num_speculative_tokens=config.num_speculative_tokens, **lookup)
+        options |= {"prompt_lookup_max": config.max_ngram_size, "prompt_lookup_min": 1}
     if method == "suffix":
-        options = {name: getattr(config, name) for name in ("num_speculative_tokens", *HANDED_ON["vLLM"]["suffix"])}
+        options |= {name: getattr(config, name) for name in HANDED_ON["vLLM"]["suffix"]}
         if config.suffix_decoding_max_cached_requests < 0:
             options["suffix_decoding_max_cached_requests"] = NO_LIMIT
-        return dict(method="suffix", **options)
-    if method == "mtp":
-        beside = {} if config.model is None else dict(model=_place(config.model))
-        return dict(method="mtp", **beside, num_speculative_tokens=config.num_model_steps)
-    name = "eagle3" if method == "eagle" else method
-    options = dict(method=name, model=_model(config), num_speculative_tokens=config.num_speculative_tokens)
-    return options if config.quantization is None else {**options, "quantization": config.quantization}
+    return options
 
 
 def sglang_options(config: SpeculativeConfig) -> dict[str, Any]:
     """`SpeculativeConfig.to_sglang`."""
     method = _checked(config, "SGLang")
-    drafts = config.num_speculative_tokens
     if method is None:
         return {}
+    drafts, by_steps = _drafts(config), method not in ("ngram", "dflash")
+    options = {
+        "speculative_algorithm": ALGORITHMS[method],
+        **_draft(config, "speculative_draft_model_path", "speculative_draft_model_quantization"),
+        **({"speculative_num_steps": drafts, "speculative_eagle_topk": 1} if by_steps else {}),
+        "speculative_num_draft_tokens": drafts + 1,  # with the root
+    }
     if method == "ngram":
-        return dict(
-            speculative_algorithm="NGRAM",
-            speculative_num_draft_tokens=drafts + 1,
-            speculative_ngram_min_bfs_breadth=1,
-            speculative_ngram_max_bfs_breadth=1,
-            speculative_ngram_match_type="BFS",
-            speculative_ngram_max_trie_depth=config.max_ngram_size + drafts,
-        )
-    if method == "mtp":
-        beside = {} if config.model is None else dict(speculative_draft_model_path=_place(config.model))
-        return dict(speculative_algorithm="NEXTN", **beside, **_chain(config.num_model_steps))
-    if method == "dflash":
-        return dict(
-            speculative_algorithm="DFLASH",
-            speculative_draft_model_path=_model(config),
-            speculative_num_draft_tokens=drafts + 1,
-        )
-    name = "EAGLE3" if method == "eagle" else "STANDALONE"
-    options = dict(speculative_algorithm=name, speculative_draft_model_path=_model(config), **_chain(drafts))
-    if config.quantization is not None:
-        options["speculative_draft_model_quantization"] = config.quantization
+        options |= dict.fromkeys(("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth"), 1)
+        options |= {"speculative_ngram_match_type": "BFS"}
+        options |= {"speculative_ngram_max_trie_depth": config.max_ngram_size + drafts}
     return options
 
 
-def _chain(drafts: int) -> dict[str, int]:
-    """A chain as SGLang's three numbers; the last includes the root."""
-    return dict(speculative_num_steps=drafts, speculative_eagle_topk=1, speculative_num_draft_tokens=drafts + 1)
+def _drafts(config: SpeculativeConfig) -> int:
+    return config.num_model_steps if config.method == "mtp" else config.num_speculative_tokens
 
 
-def _model(config: SpeculativeConfig) -> str:
-    if config.model is None:
-        what = WHOSE[str(config.method)]
+def _draft(config: SpeculativeConfig, model: str, quantization: str) -> dict[str, Any]:
+    """The draft's path and its quantization, by the engine's names for them. Raises ValueError if a path is needed."""
+    if config.model is None and (what := WHOSE.get(str(config.method))) is not None:
         raise ValueError(f"model must name the draft, {what}, to be served; got None")
-    return _place(config.model)
+    options = {model: None if config.model is None else _place(config.model), quantization: config.quantization}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _place(model: str) -> str:

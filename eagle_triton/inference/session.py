@@ -139,9 +139,8 @@ class Session:
         self._undelivered: list[Piece] = []  # not returned yet
         self._running: dict[int, RunningRequest] = {}  # by index
         self._submitted = 0
-        largest = (
-            max(policy.trees, key=lambda tree: scratch_rows(tree, engine.draft)) if policy else PLAIN
-        )  # the cache needs room for each
+        trees = policy.trees if policy else (PLAIN,)
+        largest = max(trees, key=lambda tree: scratch_rows(tree, engine.draft))  # the cache needs room for each
         try:
             self._batch = Batch(
                 engine,
@@ -299,7 +298,7 @@ class Session:
         grammars = [None, ENDLESS] if self._takes_grammars() else [None]
         runs = list(itertools.product(dict.fromkeys(sizes), (0.0, 1.0), grammars))
         trees = [PLAIN] if self.policy is None else [*([PLAIN] if self.policy.fallback else []), *self.policy.trees]
-        new = min(1 + STEPS_OF_EACH * sum(tree.depth + 1 for tree in trees), self.rows - 2)
+        new = max(min(1 + STEPS_OF_EACH * sum(tree.depth + 1 for tree in trees), self.rows - 2), 0)
         start, memory = time.perf_counter(), _reserved_bytes(self._device)
         try:
             for size, temperature, grammar in tqdm(runs, "compiling and capturing steps", leave=False, disable=None):
@@ -381,9 +380,9 @@ class Session:
             self._batch.enter_all(entering)
         except (ValueError, CacheFullError):
             self._enter_one_by_one(entering)  # finds out which fails, or how many have room
-            return
-        for running in entering:
-            self._enter(running)
+        else:
+            for running in entering:
+                self._enter(running)
 
     def _entering(self) -> list[RunningRequest]:
         """The first in line that have free slots and can be sampled together. Ends requests that need no slot."""
@@ -393,7 +392,7 @@ class Session:
         for running in list(self._waiting):
             error = running.completion.error
             if error is not None or not running.request.max_new_tokens:
-                self._end_in_line(running, "length" if error is None else "error", error)
+                self._end_in_line(running, error)
                 continue
             orders.add(running.request.filter_order)
             if len(entering) == slots or {True, False} <= orders:
@@ -406,11 +405,11 @@ class Session:
             try:
                 self._batch.enter_all([running])
             except ValueError as error:
-                self._end_in_line(running, "error", str(error))
+                self._end_in_line(running, str(error))
             except CacheFullError as error:
                 if self._running:
                     return  # until one of them ends
-                self._end_in_line(running, "error", str(error))
+                self._end_in_line(running, str(error))
             else:
                 self._enter(running)
 
@@ -433,7 +432,7 @@ class Session:
 
     def _observe(self, pieces: Sequence[Piece], ms: float | None) -> None:
         """Tell the policy about a step, unless it had another tree than the policy chose."""
-        if self._ranks is not None and self.policy is not None and self.policy.has_choice:
+        if self._ranks is not None and self.policy is not None and len(self.policy.choices) > 1:
             ms = self._ranks.broadcast_from_rank0(ms)  # each measured its own, but all must choose the same tree
         if self.policy is None or self._prepares is not None or any(piece.tree != self.policy.spec for piece in pieces):
             return
@@ -451,9 +450,7 @@ class Session:
             if (new := getattr(piece, name)) is not None:
                 setattr(completion, name, known := getattr(completion, name) or [])
                 known += new
-        if piece.error is None and piece.tree is None:
-            statistics.add_first_token()
-        elif piece.error is None:
+        if piece.error is None and piece.tree is not None:
             forwards = piece.draft_forwards
             statistics.add_step(piece.accepted, piece.proposed, piece.depth, len(piece.tokens), forwards)
         piece.certain_tokens = stream.certain_tokens if stream and stream.stop_strings else len(running.tokens)
@@ -462,20 +459,20 @@ class Session:
             del self._running[piece.index]
             if piece.finished is None:
                 self._batch.release(piece.slot)
-            self._end(running, piece, finished, piece.error)
+            self._end(running, piece, finished)
 
     def _streams(self, stream: TextStream) -> bool:
         """Whether text is made while a request runs."""
         return self._text or bool(stream.stop_strings)
 
-    def _end_in_line(self, running: RunningRequest, finished: str, error: str | None) -> None:
-        """End a request that has not entered a slot."""
-        piece = Piece(running.index, running.request, [])
+    def _end_in_line(self, running: RunningRequest, error: str | None) -> None:
+        """End a request that has not entered a slot. error: None if no token is wanted."""
+        piece = Piece(running.index, running.request, [], error=error)
         self._waiting.remove(running)
-        self._end(running, piece, finished, error)
+        self._end(running, piece, "length" if error is None else "error")
         self._undelivered.append(piece)
 
-    def _end(self, running: RunningRequest, piece: Piece, finished: str, error: str | None) -> None:
+    def _end(self, running: RunningRequest, piece: Piece, finished: str) -> None:
         """End a request: finish its completion, and add the text that was held back to its last piece."""
         completion, stream, kept = running.completion, running.stream, len(running.tokens)
         if stream is not None:
@@ -485,15 +482,14 @@ class Session:
             completion.text, completion.stop_string = stream.text, stream.stop_string
             if stream.stopped:
                 kept = stream.tokens
-                finished = finished if error else "stop"
+                finished = finished if piece.error else "stop"
         del completion.tokens[kept:]
         for scores in (completion.logprobs, completion.top_logprobs):
             if scores is not None:
                 del scores[kept:]
         completion.prompt = to_device(completion.prompt, self._device)
-        completion.finished, completion.pauses = finished, running.pauses
-        piece.finished = finished
-        completion.error = piece.error = error
+        completion.finished = piece.finished = finished
+        completion.error, completion.pauses = piece.error, running.pauses
         completion.statistics.tokens = piece.certain_tokens = kept
         piece.completion = completion
         self.statistics += completion.statistics

@@ -19,20 +19,21 @@ from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N, NgramStorageK
 from eagle_triton.engine.drafts.quantised import BITS
 from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.inference import serving_options
-from eagle_triton.inference.config import MAX_SLOTS
 from eagle_triton.operands.suffix_match import Match
+from eagle_triton.options import MAX_SLOTS
 from eagle_triton.values import check_choice, check_number, check_range, check_switches, checked_integer
 
 __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
 
 log = logging.getLogger(__name__)
 
-MAX_TREE_DRAFTS = MAX_NODES - 1
-MAX_CHAIN_DRAFTS = 5
-MAX_COUNTED_DRAFTS = 15
+MAX_DRAFTS = {  # the largest num_speculative_tokens
+    "naive": 0,
+    "nasd": 15,
+    **dict.fromkeys(("ngram", "mtp", "hybrid"), 5),
+    **dict.fromkeys(("suffix", "eagle", "dflash", "dspark", "draft_model"), MAX_NODES - 1),
+}
 MAX_STEPS = 5
-
-
 FIELDS = {  # a configuration's fields by the names of their enums
     "SpecMethod": "method",
     "MTPStrategy": "mtp_strategy",
@@ -82,12 +83,7 @@ class SpecMethod(_Name):
     @property
     def most_drafts(self) -> int:
         """The largest num_speculative_tokens."""
-        if self is SpecMethod.NAIVE:
-            return 0
-        if self is SpecMethod.NASD:
-            return MAX_COUNTED_DRAFTS
-        chain = self in (SpecMethod.NGRAM, SpecMethod.MTP, SpecMethod.HYBRID)
-        return MAX_CHAIN_DRAFTS if chain else MAX_TREE_DRAFTS
+        return MAX_DRAFTS[self]
 
 
 class MTPStrategy(_Name):
@@ -135,12 +131,8 @@ class AcceptPolicy(_Name):
 _ANY = tuple(SpecMethod)
 _DRAFTING = tuple(method for method in SpecMethod if method is not SpecMethod.NAIVE)
 _MTP = (SpecMethod.MTP, SpecMethod.HYBRID)
-_BY_PATH = (SpecMethod.EAGLE, SpecMethod.DFLASH, SpecMethod.DSPARK, SpecMethod.DRAFT_MODEL)
-_NGRAM = (SpecMethod.NGRAM, SpecMethod.HYBRID)
-OF_SUFFIX = (
-    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
-    *("suffix_decoding_min_token_prob", "ban_tokens"),
-)
+_WITH_MODEL = (*_MTP, SpecMethod.EAGLE, SpecMethod.DFLASH, SpecMethod.DSPARK, SpecMethod.DRAFT_MODEL)
+_NGRAM, _SUFFIX, _NASD = (SpecMethod.NGRAM, SpecMethod.HYBRID), (SpecMethod.SUFFIX,), (SpecMethod.NASD,)
 METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that read each option
     "num_speculative_tokens": _ANY,
     "num_model_steps": _MTP,
@@ -151,12 +143,11 @@ METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that re
     "min_ngram_size": (SpecMethod.HYBRID,),
     "match": _NGRAM,
     "joined": _NGRAM,
-    **dict.fromkeys(OF_SUFFIX, (SpecMethod.SUFFIX,)),
-    **dict.fromkeys(
-        ("ngram_storage", "ngram_n", "filler_top_k", "filler_weight", "reset_in_between"), (SpecMethod.NASD,)
-    ),
-    "model": (*_MTP, *_BY_PATH),
-    "quantization": (*_MTP, *_BY_PATH),
+    **{f"suffix_decoding_max_{what}": _SUFFIX for what in ("tree_depth", "cached_requests", "spec_factor")},
+    **dict.fromkeys(("suffix_decoding_min_token_prob", "ban_tokens"), _SUFFIX),
+    **dict.fromkeys(("ngram_storage", "ngram_n", "filler_top_k", "filler_weight", "reset_in_between"), _NASD),
+    "model": _WITH_MODEL,
+    "quantization": _WITH_MODEL,
     "verify_strategy": _ANY,
     "accept_policy": _DRAFTING,
     "benchmark_mode": _DRAFTING,

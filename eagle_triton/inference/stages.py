@@ -122,7 +122,6 @@ class DraftStep(NamedTuple):
     past_key_values: Prefix
 
 
-@torch.no_grad()
 def draft_step(engine: Engine, config: EAGLEConfig, input_ids: Tensor, past: Prefix | None) -> DraftStep:
     """See `EAGLEInference.draft_step`."""
     tokens = input_ids.to(engine.device).long()
@@ -138,7 +137,6 @@ def draft_step(engine: Engine, config: EAGLEConfig, input_ids: Tensor, past: Pre
     return DraftStep(candidates.scores.exp(), candidates.tokens, past)
 
 
-@torch.no_grad()
 def generate_draft_tree(
     engine: Engine, config: EAGLEConfig, input_ids: Tensor, verified_id: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +152,6 @@ def generate_draft_tree(
     return tokens, parent_list, chosen
 
 
-@torch.no_grad()
 def verify_drafts(
     engine: Engine,
     config: EAGLEConfig,

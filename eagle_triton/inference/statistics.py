@@ -131,10 +131,6 @@ class Statistics(Mapping[str, Any]):
         self.prompt_tokens += tokens
         self.found_tokens += found
 
-    def add_first_token(self) -> None:
-        """Count the target's token after a prompt."""
-        self.tokens += 1
-
     def add_step(self, accepted: int, proposed: int, depth: int, tokens: int, passes: int | None = None) -> None:
         """Count a verification. accepted, proposed: drafts; depth: the tree's; tokens: how many were kept; passes: the
         draft's, None: one for each level."""

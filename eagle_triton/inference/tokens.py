@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eagle_triton.engine.operations import module_of
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -62,18 +63,12 @@ def sample_from_logits(
     """
     given: dict[str, Any] = dict(top_p=top_p, top_k=top_k, min_p=min_p)
     asked = {name: value for name, value in given.items() if value is not None}
-    sampling = SamplingParams(temperature=temperature, **asked)
+    sampling = SamplingParams(temperature=temperature, seed=0, **asked)
     if sampling.greedy:
         return logits.argmax(-1)
     module, device, rows = module_of("ops.sampling", logits.is_cuda), logits.device, len(logits)
-    params = SamplingTensors(
-        temperature=torch.full((rows,), float(temperature), device=device),
-        top_k=torch.full((rows,), int(sampling.top_k), dtype=torch.int32, device=device),
-        top_p=torch.full((rows,), float(sampling.top_p), dtype=torch.float64, device=device),
-        min_p=torch.full((rows,), float(sampling.min_p), device=device),
-        seed=torch.zeros(rows, dtype=torch.int64, device=device),
-        step=torch.zeros(rows, dtype=torch.int64, device=device),
-    )
+    params = SamplingTensors.zeros(rows, device)
+    SamplingParams.write([sampling] * rows, params, torch.arange(rows, device=device))
     probs = module.probabilities(logits[:, None].contiguous(), params)[:, 0].contiguous()
     coins = torch.rand(rows, generator=generator, device=device if generator is None else generator.device)
     return module.sample(probs, coins.to(device))
@@ -103,11 +98,8 @@ def pad_to_alignment(tensor: Tensor, alignment: int, dim: int = 0, value: float 
     if alignment < 1:
         raise ValueError(f"pad_to_alignment: alignment must be at least 1, got {alignment}")
     missing = -tensor.shape[dim] % alignment
-    if not missing:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat((tensor, tensor.new_full(shape, value)), dim=dim)
+    further = tensor.dim() - 1 - dim % tensor.dim()  # dimensions, which `pad` names first
+    return pad(tensor, [0, 0] * further + [0, missing], value=value) if missing else tensor
 
 
 def next_power_of_2(n: int) -> int:

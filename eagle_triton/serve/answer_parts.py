@@ -42,7 +42,8 @@ MISTRALS = (MISTRAL, MISTRAL_ARGS)
 HARMONY = Form("harmony", ())
 LISTED = Form("listed", ("[",))  # a list of calls, which a grammar makes
 
-_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"'  # in JSON
+_NAMED = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 _BEGUN = re.compile(r'\s*\{\s*(?:\}|"[^"])')  # arguments, from the first name on
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?\[ARGS\]\s*(?=\{)")
 _CLOSERS = ("</tool_call>", "}", "]", ",", ";")
@@ -71,13 +72,12 @@ class AnswerReader:
         self,
         form: Form | None,
         functions: Collection[str],
-        thinks: bool = False,
-        thinking: bool = False,
+        reasons: bool | None = None,
         called: str | None = None,
     ) -> None:
         """form: of calls; None: read no calls. functions: those that may be called. A bare object is a call only if it
-        names one of them. thinks: an answer may begin with reasoning. thinking: the prompt has begun the reasoning.
-        called: the whole answer is the arguments of this function."""
+        names one of them. reasons: True: the prompt has begun the reasoning; False: an answer may begin with it; None:
+        it has none. called: the whole answer is the arguments of this function."""
         self._form, self._functions = form, frozenset(functions)
         self.count = 0  # characters that were read
         self._held, self._found = "", list[Part]()
@@ -94,8 +94,8 @@ class AnswerReader:
         if form is HARMONY:
             self._read = self._read_header
         self._read_answer = self._read  # what comes after reasoning
-        if thinks or thinking:
-            self._read = self._read_reasoning if thinking else self._read_begin
+        if reasons is not None:
+            self._read = self._read_reasoning if reasons else self._read_begin
 
     @property
     def reasons(self) -> bool:
@@ -212,7 +212,7 @@ class AnswerReader:
                 raise KeyError(name)
         except json.JSONDecodeError:
             return False  # not whole yet
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError, RecursionError):
             return self._is_text()
         if not self._may_be_called(name):
             return self._is_text()

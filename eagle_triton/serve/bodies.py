@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, model_validator
 
 from eagle_triton.engine.grammar import Grammar
+from eagle_triton.inference import config
 from eagle_triton.serve.errors import FieldError
 from eagle_triton.serve.fields import Fields, Listed, Refused, about, validated, wrong
 from eagle_triton.serve.messages import Message, MessageField
@@ -20,9 +21,7 @@ MAX_STOPS = 16
 MAX_SAMPLES = 128  # of one prompt
 MAX_TOP = 20  # of the likeliest tokens beside each
 MOST_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # the endpoints' names of one option
-SAMPLING = {  # fields with the same name in SamplingParams
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-}  # fmt: skip
+SAMPLING = {*config.SAMPLING} - {"top_k", "logit_bias", "grammar"}  # fields that mean the same here
 
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]

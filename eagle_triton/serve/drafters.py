@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eagle_triton.engine.drafts.block import BlockDraft
-from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
-from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, model_of
-from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.inference.eagle_inference import EAGLEInference
-
-_MODELS = ((MTPDraft, "mtp"), (EagleDraft, "eagle"), (BlockDraft, "dflash"), (CausalLMDraft, "draft_model"))
+from eagle_triton.inference.proposers import WITH_MODEL
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Drafters:
         """Read them from an engine."""
         draft, options = inference.pair.draft, inference.config.speculative
         inner = model_of(draft)
-        model = next((name for kind, name in _MODELS if isinstance(inner, kind)), None)
+        model = next((str(method) for method, kinds in WITH_MODEL.items() if isinstance(inner, kinds)), None)
         if draft is None or (inner is draft and model is not None):
             return Drafters(model, None)
         if options is None:

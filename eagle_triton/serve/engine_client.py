@@ -36,7 +36,7 @@ class Ticket:
     pieces: asyncio.Queue[tuple[int, Piece] | RequestError] = field(default_factory=asyncio.Queue)
     number: int = field(default_factory=lambda: next(_numbers))
     came: float = field(default_factory=time.perf_counter)
-    entered: float | None = None  # when it was handed to the engine
+    entered: float = 0.0  # when it was handed to the engine
     began: float | None = None  # when its first tokens came
     latest: float | None = None  # when its last tokens came
     completion: Completion | None = None  # once its last piece was read
@@ -166,7 +166,7 @@ class EngineClient:
             self.metrics.set_cache(info.cache_used, info.pauses)
         for number, piece in zip(numbers, info.pieces, strict=True):
             if (completion := piece.completion) is not None:
-                self.metrics.add_prompt(completion.statistics.prompt_tokens, completion.statistics.found_tokens)
+                self.metrics.add_prompt(completion.statistics)
             if number in self._live:
                 self._hand_out(self._live[number], piece, now)
         self._fill()
@@ -187,24 +187,17 @@ class EngineClient:
         ticket.pieces.put_nowait((ticket.place, piece))
 
     def _count_completion(self, ticket: Ticket, completion: Completion, now: float) -> None:
-        entered = ticket.came if ticket.entered is None else ticket.entered
-        began = now if ticket.began is None else ticket.began
+        entered, began = ticket.entered, now if ticket.began is None else ticket.began
         if (new := len(completion.tokens)) > 1:
             self.metrics.token.observe((now - began) / (new - 1))
         phases = {"queue": entered - ticket.came, "prefill": began - entered, "decode": now - began}
         phases["inference"] = now - entered
-        request = ticket.request
-        self.metrics.add_completion(len(request.prompt), new, request.max_new_tokens, completion.pauses, phases)
+        self.metrics.add_completion(ticket.request, completion, phases)
 
     def _refused(self, number: int, status: int, message: str) -> None:
-        """The engine refuses a request."""
+        """The engine refuses or loses a request."""
         if number in self._live:
             self._refuse([self._live[number]], status, message)
-
-    def _failed(self, numbers: list[int]) -> None:
-        """A step failed, which loses all requests in the engine. Any of them may be the cause."""
-        lost = [self._live[number] for number in numbers if number in self._live]
-        self._refuse(lost, 500, "the engine failed in a step of this request; the server's log has the error")
 
     def _end(self) -> None:
         """The engine has ended."""

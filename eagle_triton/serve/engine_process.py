@@ -35,11 +35,13 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = BETWEEN_SECONDS / 3
 _EXPECTED = (ValueError, TypeError, OSError, ModuleNotFoundError)  # with messages for the person at the command
+_LOST = "the engine failed in a step of this request; the server's log has the error"
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 _NO_REQUEST = Request(_NO_TOKENS, 0)
 
 Load: TypeAlias = Callable[[argparse.Namespace], EAGLEInference]
 Order: TypeAlias = tuple[int, Request | None] | None
+Orders: TypeAlias = queue.SimpleQueue[Order]
 Tell: TypeAlias = Callable[..., None]
 
 
@@ -69,17 +71,31 @@ class EngineLostError(RuntimeError):
 class LocalEngine:
     """A session in the thread that calls `run`."""
 
-    def __init__(self, open_session: Callable[[], Session]) -> None:
-        """open_session: called first, and after a failed step."""
-        self._open = open_session
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    def __init__(self, open_session: Callable[[], Session], orders: Orders | None = None) -> None:
+        """open_session: called first, and after a failed step. orders: None: a new queue."""
+        self._open, self._orders = open_session, orders or queue.SimpleQueue()
         self.put = self._orders.put
 
     def run(self, tell: Tell) -> None:
-        """Follow orders until the end. Raises what `open_session` raises, and EngineLostError."""
+        """Follow orders until the end, and send what each step gives. A failed step loses its requests, and another
+        session begins. Raises what `open_session` raises, and EngineLostError if ranks share the target."""
         session = self._open()
         tell("opened")
-        lead(session, self._open, self._orders, tell)
+        try:
+            while True:
+                numbers: dict[int, int] = {}  # of the requests in the session, by its indices
+                try:
+                    return _lead(session, self._orders, tell, numbers)
+                except Exception as error:
+                    for number in numbers.values():  # any of them may be the cause
+                        tell("refused", number, 500, _LOST)
+                    if isinstance(session, SharedSession):  # the other ranks are gone, or in another step
+                        raise EngineLostError("a step failed, and ranks share the target") from error
+                    log.exception("a step failed: its requests are lost, another batch begins")
+                    session.close()
+                    session = self._open()
+        finally:
+            session.close()
 
     def close(self) -> None:
         """End after the current step."""
@@ -109,11 +125,12 @@ class EngineProcess:
 
     def open(self, open_session: Callable[[EAGLEInference], Session]) -> None:
         """Let the process open its sessions by a function that can be pickled. `run` raises its errors."""
-        self._send(open_session)
+        self.put(open_session)
 
-    def put(self, order: Order) -> None:
+    def put(self, order: Any) -> None:
         """Send an order. If the process has ended, `run` raises."""
-        self._send(order)
+        with suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(order))
 
     def run(self, tell: Tell) -> None:
         """Pass on messages until the process ends. Raises what opening a session raises, and EngineLostError if the
@@ -136,10 +153,6 @@ class EngineProcess:
             self._process.kill()
             self._process.join()
 
-    def _send(self, message: Any) -> None:
-        with suppress(OSError):
-            self._connection.send_bytes(pickle.dumps(message))
-
     def _hear(self) -> tuple[str, tuple[Any, ...]]:
         try:
             event_name, arguments = pickle.loads(self._connection.recv_bytes())
@@ -153,26 +166,7 @@ class EngineProcess:
 # --- in the engine's thread or process ---
 
 
-def lead(session: Session, open_session: Callable[[], Session], orders: queue.SimpleQueue[Order], tell: Tell) -> None:
-    """Follow orders, and send what each step gives. A failed step loses its requests, and another session begins.
-    Raises what `open_session` raises, and EngineLostError if ranks share the target."""
-    try:
-        while True:
-            numbers: dict[int, int] = {}  # of the requests in the session, by its indices
-            try:
-                return _lead(session, orders, tell, numbers)
-            except Exception as error:
-                tell("failed", [*numbers.values()])
-                if isinstance(session, SharedSession):  # the other ranks are gone, or in another step
-                    raise EngineLostError("a step failed, and ranks share the target") from error
-                log.exception("a step failed: its requests are lost, another batch begins")
-                session.close()
-                session = open_session()
-    finally:
-        session.close()
-
-
-def _lead(session: Session, orders: queue.SimpleQueue[Order], tell: Tell, numbers: dict[int, int]) -> None:
+def _lead(session: Session, orders: Orders, tell: Tell, numbers: dict[int, int]) -> None:
     latest = 0  # the number of the last request that has come
     while True:
         try:
@@ -211,8 +205,11 @@ def _run(connection: Connection, load: Load, args: argparse.Namespace) -> None:
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)  # the server gets them too, and finishes running requests
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    opened = False
 
     def tell(event_name: str, *arguments: Any) -> None:
+        nonlocal opened
+        opened = opened or event_name == "opened"
         if event_name == "stepped":
             _drop_tensors(arguments[0])
         try:
@@ -235,19 +232,12 @@ def _run(connection: Connection, load: Load, args: argparse.Namespace) -> None:
         open_session = orders.get()
         if open_session is None:
             return
-        session = open_session(inference)
-        tell("opened")
-    except _EXPECTED as error:
+        LocalEngine(functools.partial(open_session, inference), orders).run(tell)
+    except Exception as error:
+        if opened or not isinstance(error, _EXPECTED):
+            log.exception("the engine has stopped" if opened else "the engine cannot be opened")
+            raise
         tell("failed_to_open", _portable(error))
-        return
-    except Exception:
-        log.exception("the engine cannot be opened")
-        raise
-    try:
-        lead(session, functools.partial(open_session, inference), orders, tell)
-    except Exception:
-        log.exception("the engine has stopped")
-        raise
 
 
 def _drop_tensors(info: StepInfo) -> None:

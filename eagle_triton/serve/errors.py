@@ -32,5 +32,5 @@ class RequestError(Exception):
 class FieldError(RequestError):
     """A body with a wrong field. what: follows the field's name in the message."""
 
-    def __init__(self, param: str, what: str, code: str | None = None) -> None:
-        super().__init__(400, f"{param} {what}", param, code)
+    def __init__(self, param: str, what: str) -> None:
+        super().__init__(400, f"{param} {what}", param)

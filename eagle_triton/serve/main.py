@@ -123,10 +123,11 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         }
         there = process or functools.partial(open_session, inference)
         engine = EngineClient(there, Metrics(name, cache), served.config.slots, args.max_queue)
-        asked = args.api_key, args.log_prompts, args.model
         hosts = (args.host, *args.allowed_hosts)
-        names = hosts, args.allowed_origins, args.root_path
-        app = make_app(Service(engine, prompts, served.drafters, name, *asked, *names))
+        app = make_app(
+            Service(engine, prompts, served.drafters, name, args.api_key, args.log_prompts, args.model, hosts,
+                    args.allowed_origins, args.root_path)
+        )  # fmt: skip
         log.info("warming up")
         engine.start()
     try:
@@ -214,8 +215,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     from eagle_triton.inference.eagle_inference import EAGLEInference
     from eagle_triton.inference.load import comes_with_draft
 
-    given = {name: getattr(args, name) for name in TREE_OPTIONS}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {name: value for name in TREE_OPTIONS if (value := getattr(args, name)) is not None}
     if args.speculative_config is not None:
         options["speculative"] = args.speculative_config
     drafter = options["speculative"].model if "speculative" in options else args.draft
@@ -246,11 +246,12 @@ def _open(inference: EAGLEInference, rows: int, all_sizes: bool) -> Session:
 
 
 def _max_model_len(asked: int | None, positions: int | None) -> int:
-    if asked is None and positions is None:
+    longest = asked or positions
+    if longest is None:
         raise ValueError("--max-model-len must be given: the model does not say how many positions it has")
-    if None not in (asked, positions) and asked > positions:  # type: ignore[operator]
+    if positions is not None and longest > positions:
         raise ValueError(f"--max-model-len must be at most the model's {positions} positions, got {asked}")
-    return asked or positions  # type: ignore[return-value]
+    return longest
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -361,12 +362,11 @@ def _read_config(parser: Parser, path: Path) -> list[str]:
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
-        pairs = [] if root is None or root.id != "mapping" else root.value
-        read = [(key, value, loader.construct_object(value, deep=True)) for key, value in pairs]
+        if not isinstance(root, yaml.MappingNode):
+            parser.error(f"--config: {path} must be a YAML mapping of options to values")
+        read = [(key, value, loader.construct_object(value, deep=True)) for key, value in root.value]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         parser.error(f"--config: {path} cannot be read: {command_line.one_line(error)}")
-    if root is None or root.id != "mapping":
-        parser.error(f"--config: {path} must be a YAML mapping of options to values")
     known = {name: action for action in parser._actions for name in action.option_strings if name not in SPECIAL}
     options, seen = [], set()
     for key_node, node, value in read:

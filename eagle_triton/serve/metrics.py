@@ -8,7 +8,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from eagle_triton.engine.scheduler.requests import Piece
+from eagle_triton.engine.scheduler.requests import Piece, Request
+from eagle_triton.inference.session import Completion
+from eagle_triton.inference.statistics import Statistics
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -81,11 +83,11 @@ class Metrics:
             count = sum(piece.accepted > position for piece in drafted)
             self._accepted_at.labels(self._model, str(position)).inc(count)
 
-    def add_prompt(self, tokens: int, found: int) -> None:
-        """Count a prompt that was read: its tokens, and those found in kept pages."""
-        self.prompt_tokens.inc(tokens)
-        self.queried.inc(tokens)
-        self.found.inc(found)
+    def add_prompt(self, statistics: Statistics) -> None:
+        """Count the prompt of a request that has ended."""
+        self.prompt_tokens.inc(statistics.prompt_tokens)
+        self.queried.inc(statistics.prompt_tokens)
+        self.found.inc(statistics.found_tokens)
 
     def set_waiting(self, count: int) -> None:
         """Set the number of waiting requests."""
@@ -99,13 +101,12 @@ class Metrics:
         self._pauses.inc(pauses - self._known_pauses if pauses >= self._known_pauses else pauses)
         self._known_pauses = pauses
 
-    def add_completion(self, prompt: int, new: int, limit: int, pauses: int, seconds: Mapping[str, float]) -> None:
-        """Count a finished request. prompt: tokens of its prompt. new: new tokens. limit: the most it allows. pauses:
-        how often it waited for pages. seconds: of its phases."""
-        self._prompt_length.observe(prompt)
-        self._new_tokens.observe(new)
-        self._limit.observe(limit)
-        self._request_pauses.observe(pauses)
+    def add_completion(self, request: Request, completion: Completion, seconds: Mapping[str, float]) -> None:
+        """Count a finished request. seconds: of its phases."""
+        self._prompt_length.observe(len(request.prompt))
+        self._new_tokens.observe(len(completion.tokens))
+        self._limit.observe(request.max_new_tokens)
+        self._request_pauses.observe(completion.pauses)
         for phase, time in seconds.items():
             self._phases[phase].observe(time)
 

@@ -49,7 +49,6 @@ class PromptReader:
         self.max_model_len, self.chat_template, self.vocabulary = max_model_len, chat_template, served.vocab_size
         self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
         self.tokenizer("", verbose=False)  # sets its options; no later call changes them while other threads decode
-        self._config, self._stop_ids = served.config, served.stop_ids
         self._reader = ArgumentReader(
             served.config, served.vocab_size, torch.device("cpu"), self.tokenizer, served.stop_ids
         )
@@ -84,14 +83,10 @@ class PromptReader:
 
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
         """A reader for the parts of an answer; None if the answer is only text."""
-        form, reasons = self._form(body), self._reasons(body, prompt)
-        if body["separate_reasoning"] is False:
+        form, reasons = self._form(body) or (LISTED if body.tools.forced else None), self._reasons(body, prompt)
+        if body["separate_reasoning"] is False or (form is None and reasons is None):
             return None
-        if form is None and body.tools.forced:
-            return AnswerReader(LISTED, body.tools.names, reasons is False, reasons is True, body.tools.named)
-        if form is None and reasons is None:
-            return None
-        return AnswerReader(form, body.tools.names, reasons is False, reasons is True)
+        return AnswerReader(form, body.tools.names, reasons, body.tools.named if form is LISTED else None)
 
     def call_name(self, body: Body, made: str) -> str:
         """The id of a call. made: random characters."""
@@ -104,17 +99,17 @@ class PromptReader:
 
     def may_reason(self, body: Body) -> bool:
         """Whether answers may have reasoning with this chat template."""
-        template = self._template(body) if body.chat else None
+        template = self._template(body)
         return template is not None and (THOUGHT in template or form_of(template) is HARMONY)
 
     def _form(self, body: Body) -> Form | None:
         """The form of an answer's calls, and of harmony's messages; None: no calls, or calls as a list."""
-        form = form_of(self._template(body) or "") if body.chat else None
+        form = form_of(self._template(body) or "")
         return form if form is HARMONY or body.tools.offered else None
 
     def _reasons(self, body: Body, prompt: Sequence[int]) -> bool | None:
         """Whether the prompt has begun the answer's reasoning. None: no reasoning, or harmony's."""
-        template = self._template(body) if body.chat else None
+        template = self._template(body)
         if not template or THOUGHT not in template or form_of(template) is HARMONY:
             return None
         end = self.text(prompt[-8:]).rstrip()
@@ -128,7 +123,7 @@ class PromptReader:
         return token if self.tokenizer.added_tokens_decoder[token].special else None
 
     def _request(self, body: Body, prompt: Tensor, sample: int, grammar: Grammar | None) -> Request:
-        stops = body.stop_token_ids | (frozenset() if body["ignore_eos"] else self._stop_ids)
+        stops = body.stop_token_ids | (frozenset() if body["ignore_eos"] else self._reader.stop_ids)
         least = int(body.scores_prompt)  # reading a prompt gives a token
         limit = max(self._limit(len(prompt), body, least), least)
         sampling = {**body.sampling, "grammar": grammar}
@@ -136,7 +131,7 @@ class PromptReader:
             sampling["seed"] = (sampling["seed"] + sample + MAX_SEED) % (2 * MAX_SEED) - MAX_SEED
         with _blames(None, body.grammar_field):
             return self._reader.request(
-                prompt, limit, self._config.sampling(**sampling), stops, body.stop,
+                prompt, limit, self._reader.config.sampling(**sampling), stops, body.stop,
                 min_new_tokens=body.min_tokens, logprobs=body.logprobs is not None or body.samples > body.n,
                 top_logprobs=max(body.logprobs or 0, body["prompt_logprobs"] or 0), prompt_logprobs=body.scores_prompt,
             )  # fmt: skip
@@ -167,8 +162,8 @@ class PromptReader:
             yield given
 
     def _template(self, body: Body) -> str | None:
-        """The chat template, which may be another one with tools; None: a base model has none."""
-        if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
+        """The chat template of a chat, which may be another one with tools; None: a base model has none."""
+        if not body.chat or not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
             return None
         return self.tokenizer.get_chat_template(self.chat_template, tools=list(body.tools.offered) or None)
 

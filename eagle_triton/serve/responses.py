@@ -40,10 +40,11 @@ from eagle_triton.serve.tools import read_tools
 log = logging.getLogger(__name__)
 
 KEPT = 1000  # responses
+PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # the part that an item's content has
 
 
 @dataclass
-class _Kept:
+class Kept:
     """A kept response. messages: the conversation up to its end, without instructions. items: of its input. task: makes
     the response in the background."""
 
@@ -57,21 +58,15 @@ class ResponseStore:
     """The last `KEPT` responses, in memory."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}  # the oldest first
+        self._kept: dict[str, Kept] = {}  # the oldest first
 
-    def put(
-        self,
-        response: dict[str, Any],
-        messages: list[Message],
-        items: list[dict[str, Any]],
-        task: asyncio.Task[None] | None = None,
-    ) -> None:
+    def put(self, kept: Kept) -> None:
         """Keep a response. If there are too many, drop the oldest, and end it if it still runs."""
-        self._kept[response["id"]] = _Kept(response, messages, items, task)
+        self._kept[kept.response["id"]] = kept
         if len(self._kept) > KEPT:
             self.drop(next(iter(self._kept)))
 
-    def get(self, name: str, param: str | None = None) -> _Kept:
+    def get(self, name: str, param: str | None = None) -> Kept:
         """A kept response. Raises RequestError: 400 if the id is malformed, 404 if the response is not kept. param: the
         field with the id."""
         if not name.startswith("resp_"):
@@ -197,7 +192,7 @@ class ResponseAnswer:
                 queued.update(status="failed", error={"code": "server_error", "message": why})
 
         queued = self._response("queued")
-        self._store.put(queued, self._messages_before, self._items, asyncio.ensure_future(go_on()))
+        self._store.put(Kept(queued, self._messages_before, self._items, asyncio.ensure_future(go_on())))
         return queued
 
     def failed(self, error: RequestError) -> bytes:
@@ -223,10 +218,9 @@ class ResponseAnswer:
 
     def _follow_text(self, content: bool, text: str, places: Sequence[Place]) -> list[bytes]:
         """Add content or reasoning. places: the tokens of content."""
-        events = []
-        item, part = ("message", "output_text") if content else ("reasoning", "reasoning_text")
+        events, item = [], "message" if content else "reasoning"
         if text and not (self._open and self._output[-1]["type"] == item):
-            events += [*self._close(), *self._begin_item(item, part)]
+            events += [*self._close(), *self._begin_item(item)]
         scored = {"logprobs": self._choice.scored(places)} if content else {}
         if self._open:
             (content_part,) = self._output[-1]["content"]
@@ -234,24 +228,21 @@ class ResponseAnswer:
             if content:
                 content_part["logprobs"] += scored["logprobs"]
         if text:
-            events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **scored))
+            events.append(self._of_item(f"response.{PARTS[item]}.delta", content_index=0, delta=text, **scored))
         return events
 
-    def _begin_item(self, kind: str, part: str = "", name: str = "") -> list[bytes]:
-        """Begin an item of the output. part: of its content. name: of the called function."""
-        item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
-        if kind == "reasoning":
-            item["summary"] = []
-        if kind == "message":
-            item["role"] = "assistant"
-        if kind == "function_call":
-            item |= {"call_id": self._choice.call_id(), "name": name, "arguments": ""}
-        else:
-            item["content"] = []
+    def _begin_item(self, kind: str, name: str = "") -> list[bytes]:
+        """Begin an item of the output. name: of the called function."""
+        own: dict[str, dict[str, Any]] = {
+            "message": {"role": "assistant", "content": []},
+            "reasoning": {"summary": [], "content": []},
+            "function_call": {"call_id": self._choice.call_id(), "name": name, "arguments": ""},
+        }
+        item = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **own[kind]}
         self._output.append(item)
         self._open = True
         events = [self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)]
-        if part:
+        if (part := PARTS.get(kind)) is not None:
             extra: dict[str, Any] = {"annotations": [], "logprobs": []} if part == "output_text" else {}
             item["content"].append({"type": part, "text": "", **extra})
             events.append(self._of_item("response.content_part.added", content_index=0, part=item["content"][0]))
@@ -308,7 +299,7 @@ class ResponseAnswer:
             for item in self._output:
                 with suppress(ValidationError):  # a call that was cut off
                     items.append(ITEM.validate_python(item))
-            self._store.put(response, [*before, *messages_of(items)], self._items)
+            self._store.put(Kept(response, [*before, *messages_of(items)], self._items))
         return response
 
     def _response(self, status: str = "in_progress", usage: Any = None) -> dict[str, Any]:

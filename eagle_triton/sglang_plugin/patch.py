@@ -39,7 +39,8 @@ def patch() -> Originals:
             raise PatchError(f"sglang {version} runs on {device.upper()}, for which there are no kernels here")
     skipped: dict[str, str] = {}
     patch_points = tuple(_PATCH_POINTS[version](utils, skipped))
-    return patching.apply(patch_points, _module("eagle_utils"), lambda: None, skipped, {})
+    facts = patching.Facts("", skipped, {})
+    return patching.apply(patch_points, _module("eagle_utils"), lambda: None, lambda: facts)
 
 
 def _patch_points_0_5_13(utils: ModuleType, skipped: dict[str, str]) -> list[PatchPoint]:

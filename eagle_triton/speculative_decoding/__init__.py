@@ -52,20 +52,4 @@ if TYPE_CHECKING:
     )
     from eagle_triton.speculative_decoding.steps import StepRecord as StepRecord
 
-__all__, __getattr__, __dir__ = public_names(
-    __name__,
-    {
-        "base_decoding": "autoregressive_generate autoregressive_generate_encoder_decoder beam_search_generate",
-        "caching": "prune_cache",
-        "egag": "EGAGConfig adaptive_gamma normalized_entropy",
-        "engine_decoding": "release_engine",
-        "logits_processor": (
-            "GreedyProcessor LogitsProcessor MultinomialProcessor NucleusProcessor TopKNucleusProcessor TopKProcessor"
-        ),
-        "ngram_assisted": "ngram_assisted_speculative_generate",
-        "ngram_storage": "INgramStorage NGramStorage OneLevelNGramStorage",
-        "printing": "beam_search_step end_token_found initial_step speculative_step token_ids_to_string",
-        "speculative_decoding": "max_fn speculative_generate speculative_generate_encoder_decoder",
-        "steps": "StepRecord",
-    },
-)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -29,7 +29,8 @@ def patch_modules_only(model: Any) -> patching.Originals:
     engine = Engine(*adapter.read(model), make_operations())
     patch_points, left = drop_in.module_patch_points(model, engine)
     assert not left
-    return patching.apply(patch_points, model, lambda: drop_in.drop_caches(model), left, engine.ops.calls)
+    facts = patching.Facts("", left, engine.ops.calls)
+    return patching.apply(patch_points, model, lambda: drop_in.drop_caches(model), lambda: facts)
 
 
 def compare(model: Any, chosen: list[torch.Tensor], new: int = 64, modules_too: int = 4) -> list[int]:

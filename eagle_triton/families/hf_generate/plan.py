@@ -27,6 +27,12 @@ from eagle_triton.patching import Fallback
 OF_TOKENS = (EosTokenCriteria, MaxLengthCriteria)  # stopping criteria that the engine follows itself
 
 
+WARPERS = {  # logits processors with one number, by the name that it has here and there
+    processors.TemperatureLogitsWarper: "temperature",
+    processors.TopKLogitsWarper: "top_k",
+    processors.TopPLogitsWarper: "top_p",
+    processors.MinPLogitsWarper: "min_p",
+}
 BLIND = (*OF_TOKENS, MaxTimeCriteria, StopStringCriteria)  # stopping criteria that do not look at scores
 
 
@@ -258,16 +264,8 @@ def _read_processors(
     held_back, held_ids = 0, frozenset[int]()
     for processor in prepared:
         kind = type(processor)
-        if kind is processors.TemperatureLogitsWarper:
-            options["temperature"] = float(processor.temperature)
-        elif kind is processors.TopKLogitsWarper:
-            options["top_k"] = processor.top_k
-        elif kind is processors.TopPLogitsWarper:
-            if processor.top_p <= 0:
-                raise Fallback(f"top_p={processor.top_p}")
-            options["top_p"] = float(processor.top_p)
-        elif kind is processors.MinPLogitsWarper:
-            options["min_p"] = float(processor.min_p)
+        if kind in WARPERS:
+            options[WARPERS[kind]] = getattr(processor, WARPERS[kind])
         elif kind is processors.RepetitionPenaltyLogitsProcessor:
             if any(padding) and processor.prompt_ignore_length is None:
                 raise Fallback("repetition_penalty that counts padding")

@@ -87,13 +87,12 @@ class ReadAhead:
 
         Errors are left to the call itself, which will raise them too.
         """
-        if self.engine.device.type not in DEVICES or self.engine.view.ranks is not None:
-            return Reading(self, None, masked=False)
+        able = self.engine.device.type in DEVICES and self.engine.view.ranks is None
         inputs = arguments.get("kwargs", {})
         ids = [value for value in (arguments.get("inputs"), inputs.get("input_ids")) if value is not None]
         mask = inputs.get("attention_mask")
         plain = len(ids) == 1 and type(ids[0]) is Tensor and ids[0].ndim == 2 and type(mask) in (Tensor, type(None))
-        if not plain or inputs.get("inputs_embeds") is not None:
+        if not (able and plain) or inputs.get("inputs_embeds") is not None:
             return Reading(self, None, masked=False)
         reading, expected = Reading(self, ids[0].shape, masked=mask is not None), self._last
         if expected is not None and self._repeated:
