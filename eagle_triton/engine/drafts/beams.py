@@ -18,7 +18,7 @@ from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, NewRows
 from eagle_triton.engine.model.model_view import Layer, decoder_layer
-from eagle_triton.engine.model.modules import Norm, Projection, add_norm, add_norm_for, project
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, add_norm_for, nbytes_of, project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
@@ -124,7 +124,7 @@ def with_rows(projection: Projection, ids: Tensor) -> Projection:
 
 def vocabulary_note(draft: ScoringDraft) -> str:
     """The report's note on a draft `with_vocabulary`."""
-    size = sum(tensor.nbytes for tensor in draft.head.tensors) / 2**20
+    size = nbytes_of(draft.head) / 2**20
     return f"{draft.vocabulary} of {draft.embedding.shape[0]} tokens are drafted; their rows are copies, {size:.1f} MiB"
 
 
@@ -361,8 +361,7 @@ class BeamDraft(ScoringDraft):
         return features
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        read = [*self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
-        return spec.beam_levels * sum(tensor.nbytes for tensor in read)
+        return spec.beam_levels * nbytes_of(self.head, self.layers)
 
     def new_slot_tensors(self, pages: SlotPages) -> BeamSlots:
         slots, device, dtype = pages.slots, pages.table.device, self.embedding.dtype

@@ -7,7 +7,6 @@ the block's own, which the next step overwrites.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,6 +28,7 @@ from eagle_triton.engine.model.modules import (
     apply_norm,
     embed_norm,
     feed_forward,
+    nbytes_of,
     project,
     project_split,
 )
@@ -111,16 +111,12 @@ class Correction(ABC):
     first_level: int = 0  # levels above it are not corrected
 
     keeps_rest: ClassVar[bool] = True  # whether the other tokens of a row keep their probability
+    matrices: ClassVar[tuple[str, ...]]  # the attributes that `latent` reads whole
 
     @abstractmethod
     def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [B, 1, H] of a row, tokens [B, P] before it and states [B, P, S] of the paths before these -> latent
         vectors [B, P, r] and the states after the tokens."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Iterator[Tensor]:
-        """The matrices that `latent` reads whole."""
 
     @property
     def state_size(self) -> int | None:
@@ -143,13 +139,10 @@ class Selector(Correction):
     hidden: Projection  # [r, H]
 
     keeps_rest: ClassVar[bool] = False
+    matrices: ClassVar[tuple[str, ...]] = ("hidden",)
 
     def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return project(ops, self.hidden, hidden, len(hidden)) * self.predecessors[tokens], state
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        return self.hidden.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +152,13 @@ class MarkovHead(Correction):
     w1: Tensor  # [V, r]
     gate: Projection | None = None  # [r, H + r]
 
+    matrices: ClassVar[tuple[str, ...]] = ("gate",)
+
     def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         embedded = self.w1[tokens]
         if self.gate is not None:
             embedded = torch.sigmoid(project(ops, self.gate, _beside(hidden, embedded))) * embedded
         return embedded, state
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        if self.gate is not None:
-            yield from self.gate.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +168,8 @@ class RecurrentMarkovHead(Correction):
     w1: Tensor  # [V, r]
     joint: Projection  # [3 r, 2 r + H]
 
+    matrices: ClassVar[tuple[str, ...]] = ("joint",)
+
     @property
     def state_size(self) -> int:
         return self.w1.shape[1]
@@ -186,10 +178,6 @@ class RecurrentMarkovHead(Correction):
         inputs = torch.cat((state, self.w1[tokens], hidden.expand(-1, tokens.shape[1], -1)), dim=-1)
         gate, candidate, output = project(ops, self.joint, inputs).chunk(3, dim=-1)
         return torch.tanh(output), torch.lerp(torch.tanh(candidate), state, torch.sigmoid(gate))
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        return self.joint.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +190,8 @@ class Domino(Correction):
     recurrent: Tensor  # [3 S, S]
     projection: Projection  # [r, H + S]
 
+    matrices: ClassVar[tuple[str, ...]] = ("inputs", "recurrent", "projection")
+
     @property
     def state_size(self) -> int:
         return self.recurrent.shape[1]
@@ -211,10 +201,6 @@ class Domino(Correction):
         state = torch.gru_cell(embedded.flatten(0, 1), state.flatten(0, 1), self.inputs, self.recurrent)
         state = state.unflatten(0, tokens.shape)
         return torch.nn.functional.silu(project(ops, self.projection, _beside(hidden, state))), state
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (self.inputs, self.recurrent, *self.projection.tensors)
 
 
 def _beside(hidden: Tensor, paths: Tensor) -> Tensor:
@@ -288,11 +274,11 @@ class BlockDraft(ScoringDraft):
     def weight_bytes(self, spec: TreeSpec) -> int:
         if not spec.beam_levels:
             return 0
-        once = [*self.fc.tensors, *self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
-        once += [tensor for pair in self.convs for conv in pair for tensor in (conv.base, *conv.coefficients.tensors)]
-        correction = [] if self.correction is None else [*self.correction.tensors]
-        times = spec.beam_levels if self.by_levels else 1
-        return sum(tensor.nbytes for tensor in once) + times * sum(tensor.nbytes for tensor in correction)
+        once = nbytes_of(self.fc, self.head, self.layers, self.convs)
+        if self.correction is None:
+            return once
+        matrices = nbytes_of(*(getattr(self.correction, name) for name in self.correction.matrices))
+        return once + matrices * (spec.beam_levels if self.by_levels else 1)
 
     @property
     def by_levels(self) -> bool:

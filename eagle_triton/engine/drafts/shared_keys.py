@@ -15,7 +15,7 @@ from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, NewRows
 from eagle_triton.engine.model.model_view import decoder_layer
-from eagle_triton.engine.model.modules import Projection, add_norm, add_norm_for, project
+from eagle_triton.engine.model.modules import Projection, add_norm, add_norm_for, nbytes_of, project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
@@ -64,10 +64,8 @@ class SharedKeysDraft(BeamDraft):
         return 0
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        projections = (self.input, self.output, *([self.head] if self.clusters is None else []))
-        read = [tensor for projection in projections for tensor in projection.tensors]
-        read += [tensor for layer in self.layers for tensor in layer.tensors]
-        return spec.beam_levels * sum(tensor.nbytes for tensor in read)
+        head = self.head if self.clusters is None else None
+        return spec.beam_levels * nbytes_of(self.input, self.output, self.layers, head)
 
     def with_vocabulary(self, ids: Tensor) -> Self:
         if self.clusters is not None:

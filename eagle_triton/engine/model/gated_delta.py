@@ -153,9 +153,3 @@ class GatedDelta(Mixer):
             return (*qkvz.split((self.k_dim, self.k_dim, values, values), -1), *ba.split(shared, -1))
         q, k, v = products[0].split((heads * self.k_dim, heads * self.k_dim, heads * values), -1)
         return (*(part.unflatten(-1, (heads, -1)) for part in (q, k, v)), *by_head)
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for projection in (*self.inputs, self.o):
-            yield from projection.tensors
-        yield from (self.conv, self.A_log, self.dt_bias, self.norm.weight)

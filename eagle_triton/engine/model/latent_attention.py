@@ -7,7 +7,6 @@ the keys' matrices instead, so that they attend the latents, and what they atten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -160,12 +159,6 @@ class LatentAttention(Mixer):
         out = attended.new_empty(*attended.shape[:3], self.value_width)
         _multiply_heads(attended, self.matrices[1].mT, out)
         return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for projection in (*self.inputs, *(() if self.q_latent is None else (self.q,)), self.keys_values, self.o):
-            yield from projection.tensors
-        yield from (norm.weight for norm in (self.norm, self.q_norm) if norm is not None)
 
 
 def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:

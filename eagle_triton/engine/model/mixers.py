@@ -169,11 +169,6 @@ class Mixer(ABC):
         out = whole_product(ops, self.forward(ops, x, cache, rows))
         return out.flatten(0, 1)[last][:, None]
 
-    @property
-    @abstractmethod
-    def tensors(self) -> Iterator[Tensor]:
-        """All weights that a forward reads."""
-
 
 class KeyValues(NamedTuple):
     """Keys and values of one attention layer."""
@@ -431,11 +426,3 @@ class Attention(Mixer):
             norm_last=self.norm_last,
         )
         return q, gate
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for projection in (*self.inputs, self.o):
-            yield from projection.tensors
-        yield from (norm.weight for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
-        if self.sinks is not None:
-            yield self.sinks

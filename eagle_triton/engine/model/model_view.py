@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,7 @@ from eagle_triton.engine.model.modules import (
     computed,
     embed_norm,
     feed_forward,
+    nbytes_of,
     whole_product,
 )
 from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
@@ -79,18 +80,6 @@ class Layer:
     def mixtures(self) -> tuple[Experts, ...]:
         blocks = (self.mlp, None if self.beside is None else self.beside.block)
         return tuple(block for block in blocks if isinstance(block, Experts))
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (norm.weight for norm in self.norms)
-        if self.scale is not None:
-            yield self.scale
-        yield from self.mixer.tensors
-        yield from self.mlp.tensors
-        if self.beside is not None:
-            yield from self.beside.block.tensors
-        if self.input_block is not None:
-            yield from self.input_block.tensors
 
 
 @dataclass(frozen=True)
@@ -144,12 +133,9 @@ class ModelView:
 
     def bytes_read(self, rows: int) -> float:
         """The same for more rows, which choose other experts of a mixture."""
-        parts = (tensor for layer in self.layers for tensor in layer.tensors)
-        inputs = () if self.layer_inputs is None else self.layer_inputs.projection.tensors
-        total = sum(tensor.nbytes for tensor in (*parts, *inputs, self.norm.weight, *self.head.tensors))
-        mixtures = [mixture for layer in self.layers for mixture in layer.mixtures]
-        unread = sum(sum(tensor.nbytes for tensor in mlp.tensors) - mlp.bytes_read(rows) for mlp in mixtures)
-        return total - unread
+        inputs = None if self.layer_inputs is None else self.layer_inputs.projection
+        unread = sum(mixture.bytes_unread(rows) for layer in self.layers for mixture in layer.mixtures)
+        return nbytes_of(self.layers, inputs, self.norm, self.head) - unread
 
     @property
     def has_mixtures(self) -> bool:

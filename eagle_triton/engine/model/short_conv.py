@@ -92,7 +92,3 @@ class ShortConv(Mixer):
         product = project(ops, self.input, x, rows.tune_for_rows)
         out = ops.gated_conv(product, self.conv, cache.window, rows.ancestors, raw=cache.pending, pieces=cache.pieces)
         return project_split(ops, self.o, out, rows.tune_for_rows)
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (*self.input.tensors, self.conv, *self.o.tensors)
