@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.long_prompts import NO_MEMORY, LongPrompts
-from eagle_triton.engine.model.mixers import NewRows
+from eagle_triton.engine.model.mixers import NewRows, rows_at
 from eagle_triton.engine.model.model_view import ModelView, prompt_forward
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
@@ -57,7 +57,7 @@ class PromptEnds(NamedTuple):
 
     def keep(self, rows: Tensor, hidden: Tensor, features: Tensor) -> None:
         """Keep hidden [B, 1, H], and flat rows [B] of features [P, n, F]. Row -1: keep the old values."""
-        last = features.flatten(0, 1)[rows.clamp(min=0).long()][:, None]
+        last = rows_at(features, rows.clamp(min=0).long())
         for kept, found in zip(self, (hidden, last), strict=True):
             kept.copy_(torch.where((rows >= 0)[:, None, None], found, kept))
 
@@ -217,7 +217,7 @@ class Prefill:
         if scores is not None:
             for piece, rows in zip(forward.pieces, hidden, strict=False):  # later rows belong to empty pieces
                 score_rows(self.ops, self.view, self.sequences.tokens[piece.slot], rows, piece.start, piece.end, scores)
-            hidden = hidden.flatten(0, 1)[last][:, None]
+            hidden = rows_at(hidden, last)
         self.ends.keep(inputs.ends, hidden, features)
 
     def _inputs_of(self, forward: Forward) -> _Inputs:

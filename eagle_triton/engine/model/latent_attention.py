@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.memory.pages import SlotPages
-from eagle_triton.engine.model.mixers import AcceptedPath, KeyValueCache, KeyValues, Mixer, NewRows
+from eagle_triton.engine.model.mixers import AcceptedPath, KeyValueCache, KeyValues, Mixer, NewRows, rows_at
 from eagle_triton.engine.model.modules import (
     Norm,
     Projection,
@@ -115,7 +115,7 @@ class LatentAttention(Mixer):
     def forward_last(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, last: Tensor) -> Product:
         q = self._append(ops, x, cache, rows)
         before, table = cache.before(last, q.shape[1], rows.lengths)
-        q = q.flatten(0, 1)[last][:, None]
+        q = rows_at(q, last)
         attended = ops.tree_attention(q, cache.data, before, scale=self.scale, table=table, value_width=self.rank)
         assert isinstance(attended, Tensor)
         return self._output(ops, attended, rows)

@@ -68,6 +68,11 @@ class AcceptedPath(NamedTuple):
     of_chain: bool = False  # paths are nodes 0, 1, 2 ..., so their rows are in place already
 
 
+def rows_at(x: Tensor, places: Tensor) -> Tensor:
+    """The rows of x [P, n, ...] with these flat indices [m] int64 of P * n: [m, 1, ...]."""
+    return x.flatten(0, 1)[places][:, None]
+
+
 class MixerCache(ABC):
     """The memory of layers of one kind and shape for each slot's sequence. Its tensors do not move between steps."""
 
@@ -166,8 +171,7 @@ class Mixer(ABC):
 
     def forward_last(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows, last: Tensor) -> Product:
         """A causal forward over x [P, n, *] that returns flat rows last [m] int64 of P * n only: [m, 1, H]."""
-        out = whole_product(ops, self.forward(ops, x, cache, rows))
-        return out.flatten(0, 1)[last][:, None]
+        return rows_at(whole_product(ops, self.forward(ops, x, cache, rows)), last)
 
 
 class KeyValues(NamedTuple):
@@ -305,13 +309,10 @@ class Attention(Mixer):
             self._append(ops, x, cache, rows, queries=False)
 
     def forward_last(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, last: Tensor) -> Product:
-        q, gate = (
-            None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
-        )
-        assert q is not None
+        q, gate = self._append(ops, x, cache, rows)
         before, table = cache.before(last, x.shape[1], rows.lengths)
         out = ops.tree_attention(
-            q,
+            rows_at(q, last),
             cache.data,
             before,
             scale=self.scale,
@@ -322,7 +323,7 @@ class Attention(Mixer):
         )
         assert isinstance(out, Tensor)
         if gate is not None:
-            out = ops.gate_heads(out, gate, self.gate_activation)
+            out = ops.gate_heads(out, rows_at(gate, last), self.gate_activation)
         return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
 
     def attend(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Tensor:

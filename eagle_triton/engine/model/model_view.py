@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
-from eagle_triton.engine.model.mixers import Mixer, NewRows
+from eagle_triton.engine.model.mixers import Mixer, NewRows, rows_at
 from eagle_triton.engine.model.modules import (
     MLP,
     Experts,
@@ -174,10 +173,6 @@ class ModelView:
                 f"{option}: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
             )
 
-    def new_features(self, tokens: Tensor) -> Tensor:
-        """An empty tensor [B, n, F] for the features of tokens [B, n]."""
-        return torch.empty(*tokens.shape, self.feature_size, dtype=self.dtype, device=self.device)
-
     def new_caches(self, pages: SlotPages) -> LayerCaches:
         """Empty caches of its layers for some slots, on the device of these slots' pages."""
         mixers = [layer.mixer for layer in self.layers]
@@ -257,11 +252,8 @@ def target_forward(
     new_keys = None if ancestors is None else tokens.shape[1]
     rows = NewRows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
-    layer_inputs = _layer_inputs(ops, view, tokens)
-    x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, layer_inputs, pending)
-    assert x is not None, "a model has layers"
-    hidden, _ = add_norm(ops, view.norm, x, update)
-    return hidden, hidden if features is None else features, pending
+    hidden, features = _forward(ops, view, tokens, caches, rows, pending)
+    return hidden, features, pending
 
 
 def prompt_forward(
@@ -273,54 +265,40 @@ def prompt_forward(
     layer runs over these rows only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the features
     [P, n, F].
     """
-    layer_inputs = _layer_inputs(ops, view, tokens)
-    if last is None or not view.feature_layers:
-        x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, layer_inputs)
-        assert x is not None, "a model has layers"
-        hidden, _ = add_norm(ops, view.norm, x, update)
-        wanted = hidden if last is None else hidden.flatten(0, 1)[last][:, None]
-        return wanted, hidden if features is None else features
-    x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows, layer_inputs)
-    layer, index = view.layers[-1], len(view.layers) - 1
-    normed, x = _layer_input(ops, view, index, tokens, x, update, features)
-    assert features is not None
-    update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
-    part = None if layer_inputs is None else layer_inputs[:, :, index].flatten(0, 1)[last][:, None]
-    x, update = _after_mixer(ops, layer, x.flatten(0, 1)[last][:, None], update, rows, part)
-    hidden, _ = add_norm(ops, view.norm, x, update)
-    return hidden, features
+    return _forward(ops, view, tokens, caches, rows, last=last)
 
 
-def _layers(
+def _forward(
     ops: Operations,
     view: ModelView,
-    layers: Sequence[Layer],
     tokens: Tensor,
     caches: LayerCaches,
     rows: NewRows,
-    layer_inputs: Tensor | None,
     pending: Any = None,
-) -> tuple[Tensor | None, Product | NormedUpdate | None, Tensor | None]:
-    """Run the first layers over tokens [B, n]. layer_inputs [B, n, L, P]: LayerInputs of all layers, if they have any.
-
-    Returns the residual stream [B, n, H] and the update that is still to be added to it (both None without layers, the
-    update also if it is added already), and the features [B, n, F] if the view has feature_layers.
-    """
+    last: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The normed last hidden states and the features of tokens [B, n], see `target_forward` and `prompt_forward`."""
+    layer_inputs = features = None
+    if view.layer_inputs is not None:
+        layer_inputs = view.layer_inputs.of(ops, tokens, view.embedding[tokens] * view.embedding_scale)
+    if view.feature_layers:
+        features = torch.empty(*tokens.shape, view.feature_size, dtype=view.dtype, device=view.device)
     x: Tensor | None = None
     update: Product | NormedUpdate | None = None
-    features = view.new_features(tokens) if view.feature_layers else None
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(view.layers):
         normed, x = _layer_input(ops, view, index, tokens, x, update, features)
-        part = None if layer_inputs is None else layer_inputs[:, :, index]
-        x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows, part)
-    return x, update, features
-
-
-def _layer_inputs(ops: Operations, view: ModelView, tokens: Tensor) -> Tensor | None:
-    """The layers' inputs from tokens [B, n] besides the residual stream: [B, n, L, P]."""
-    if view.layer_inputs is None:
-        return None
-    return view.layer_inputs.of(ops, tokens, view.embedding[tokens] * view.embedding_scale)
+        cache, part = caches.layer(index, pending), None if layer_inputs is None else layer_inputs[:, :, index]
+        if last is None or features is None or index + 1 < len(view.layers):
+            x, update = decoder_layer(ops, layer, normed, x, cache, rows, part)
+        else:  # nothing reads the other rows
+            update = layer.mixer.forward_last(ops, normed, cache, rows, last)
+            part = None if part is None else rows_at(part, last)
+            x, update = _after_mixer(ops, layer, rows_at(x, last), update, rows, part)
+    assert x is not None, "a model has layers"
+    hidden, _ = add_norm(ops, view.norm, x, update)
+    if features is not None:
+        return hidden, features
+    return hidden if last is None else rows_at(hidden, last), hidden
 
 
 def _layer_input(
