@@ -246,8 +246,8 @@ MUTATIONS = [
     Mutation(
         "catch-up begins one token early",
         "engine/drafts/beams.py",
-        "ops.sequence_rows(sequences.tokens, known + 1, steps)",
-        "ops.sequence_rows(sequences.tokens, known, steps)",
+        "ops.sequence_rows(sequences.tokens, known + 1, features.shape[1])",
+        "ops.sequence_rows(sequences.tokens, known, features.shape[1])",
         "tests/test_batch.py -k drafting_resumes",
     ),
     Mutation(
@@ -351,7 +351,7 @@ MUTATIONS = [
     Mutation(
         "what the draft keeps of the root is overwritten for all",
         "engine/drafts/beams.py",
-        "kept.copy_(torch.where(entering[:, None, None], output, kept))",
+        "kept.copy_(torch.where(where[:, None, None], output, kept))",
         "kept.copy_(output)",
         "tests/test_prefill.py -k leaves_the_others_trees",
     ),

@@ -97,7 +97,11 @@ def decode_step(
 
     megakernel: of this state; runs everything after the target forward in one launch.
     """
-    finish_step(ops, draft, state, mode, forward_tree(ops, view, draft, state, mode), megakernel)
+    outputs = forward_tree(ops, view, draft, state, mode)
+    state = state.limited(mode.levels)
+    raw, judged = _judged_logits(ops, state, mode, outputs)
+    path = verify_and_draft(ops, draft, state, judged, outputs.features, outputs.pending, mode, megakernel)
+    _report(ops, state, mode, outputs, raw, path)
 
 
 def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: DecodeState, mode: Mode) -> TreeOutputs:
@@ -127,23 +131,9 @@ def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: D
     return TreeOutputs(tokens, logits, features, pending, before, guide)
 
 
-def finish_step(
-    ops: Operations,
-    draft: Draft | None,
-    state: DecodeState,
-    mode: Mode,
-    outputs: TreeOutputs,
-    megakernel: MegakernelStep | None = None,
-) -> None:
-    """The rest of a step: everything after the target's forward."""
-    state = state.limited(mode.levels)
-    raw, judged = _judged_logits(ops, state, mode, outputs)
-    path = verify_and_draft(ops, draft, state, judged, outputs.features, outputs.pending, mode, megakernel)
-    _report(ops, state, mode, outputs, raw, path)
-
-
 def verify_tree(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutputs) -> VerifiedTree:
-    """`finish_step` up to the commit. After this `state.report` has the committed tokens and the next root."""
+    """The second part of a step, up to the commit. After this `state.report` has the committed tokens and the next
+    root."""
     raw, judged = _judged_logits(ops, state, mode, outputs)
     return VerifiedTree(raw, judged, verify_and_commit(ops, state, judged, outputs.pending, mode))
 
@@ -151,7 +141,7 @@ def verify_tree(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOu
 def draft_tree(
     ops: Operations, draft: Draft | None, state: DecodeState, mode: Mode, outputs: TreeOutputs, verified: VerifiedTree
 ) -> None:
-    """`finish_step` after the commit: the next tree, and the host's report on the verified one."""
+    """The rest of a step: the next tree, and the host's report on the verified one."""
     state = state.limited(mode.levels)
     _draft_next(ops, draft, state, verified.judged, outputs.features, verified.committed, mode)
     _report(ops, state, mode, outputs, verified.raw, verified.committed.path)

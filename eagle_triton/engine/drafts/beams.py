@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import ClassVar, NamedTuple
@@ -42,6 +42,11 @@ class BeamSlots(NamedTuple):
     hidden: Tensor  # [B, 1, H]: its output for the root, from which a tree of any shape grows
     normed: Tensor  # [B, 1, H]: the same, as its vocabulary projection reads it
     guide: GuideTensors | None = None  # EGAG's
+
+    def keep(self, outputs: Iterable[Tensor], where: Tensor) -> None:
+        """Keep a forward's outputs for the roots, two [B, 1, H], of the sequences in `where` [B] bool."""
+        for kept, output in zip((self.hidden, self.normed), outputs, strict=True):
+            kept.copy_(torch.where(where[:, None, None], output, kept))
 
 
 class DraftNodes(NamedTuple):
@@ -403,9 +408,7 @@ class BeamDraft(ScoringDraft):
         first = torch.where(entering, before, sequences.capacity)  # rows of the others are not written
         rows = NewRows(before, first, None, None)
         nodes = DraftNodes(self.inputs_of(ops, features, rows), None, root)
-        outputs = self.forward(ops, nodes, mine.caches, rows)
-        for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
-            kept.copy_(torch.where(entering[:, None, None], output, kept))
+        mine.keep(self.forward(ops, nodes, mine.caches, rows), entering)
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         mine, plan = state.sequences.draft_tensors, state.draft_tree_tensors
@@ -422,17 +425,12 @@ class BeamDraft(ScoringDraft):
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             ops.gather_rows(output, accepted.accepted[:, None], out=kept)
 
-    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        mine, skipped = sequences.draft_tensors, sequences.skipped
-        assert skipped is not None, "plain steps have kept nothing"
-        known = skipped.draft_lengths
-        tokens = ops.sequence_rows(sequences.tokens, known + 1, steps)
-        features = skipped.since(known, steps, sequences.lengths)
+    def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
+        mine: BeamSlots = sequences.draft_tensors
+        tokens = ops.sequence_rows(sequences.tokens, known + 1, features.shape[1])
         outputs = self.take_in(ops, features, tokens, mine.caches, self.rows(known))
-        last = (sequences.lengths - known - 1)[:, None, None].long()  # -1: nothing was new
-        for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
-            root = output.gather(1, last.clamp(min=0).expand_as(kept))
-            kept.copy_(torch.where(last >= 0, root, kept))
+        last = sequences.lengths - known - 1  # -1: nothing was new
+        mine.keep((ops.gather_rows(output, last[:, None]) for output in outputs), last >= 0)
 
     def take_in(
         self,

@@ -304,11 +304,7 @@ class BlockDraft(ScoringDraft):
         rows = NewRows(accepted.before, accepted.before, None, None)
         self._remember(ops, ops.gather_rows(features, accepted.path), state.sequences.draft_tensors.caches, rows)
 
-    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        skipped = sequences.skipped
-        assert skipped is not None, "plain steps have kept nothing"
-        known = skipped.draft_lengths
-        features = skipped.since(known, steps, sequences.lengths)
+    def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
         self._remember(ops, features, sequences.draft_tensors.caches, NewRows(known, known, None, None))
 
     def _remember(self, ops: Operations, features: Tensor, caches: LayerCaches, rows: NewRows) -> None:
