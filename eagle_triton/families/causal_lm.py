@@ -100,6 +100,8 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
     norm = inner.norm(family.last_norm)
+    scale = read_embedding_scale(body.embed_tokens) * inner.factor(family.embedding_scale)
+    rooted = _field(config, family.root_scaled_embedding, False)
     view = ModelView(
         embedding=embedding,
         layers=layers,
@@ -110,7 +112,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
             divisor=float(_field(config, family.logit_divisor, 1.0)),
             cap=logit_cap(model.config),
         ),
-        embedding_scale=_embedding_scale(inner, config, family),
+        embedding_scale=scale * config.hidden_size**0.5 if rooted else scale,
         embedding_norm=inner.at("embed_tokens").norm("embed_norm", like=norm.weight)
         if family.normed_embedding
         else None,
@@ -124,12 +126,6 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     if view.ranks is not None:
         _check_shared_experts(view, where)
     return view
-
-
-def _embedding_scale(inner: ModuleReader, config: Any, family: Family) -> float:
-    rooted = _field(config, family.root_scaled_embedding, False)
-    own = read_embedding_scale(inner.module.embed_tokens) * inner.factor(family.embedding_scale)
-    return own * config.hidden_size**0.5 if rooted else own
 
 
 def _read_layer_inputs(read: ModuleReader) -> LayerInputs | None:
@@ -260,13 +256,6 @@ def draft_from_causal_lm(
     )
 
 
-def _score_cap(config: Any, family: Family) -> float | None:
-    """The soft cap of attention scores; None: there is none. With "sdpa", transformers (5.17) ignores the cap."""
-    if getattr(config, "_attn_implementation", None) == "sdpa":
-        return None
-    return _field(config, family.score_cap, None)
-
-
 def _check_shared_experts(view: ModelView, where: str) -> None:
     """Raise UnsupportedModelError for experts that are whole on each of several ranks."""
     for index, layer in enumerate(view.layers):
@@ -382,6 +371,7 @@ class LayerReader:
             return read_latent_attention(attention, rotary)
         by_layer = getattr(config, "num_attention_heads_per_layer", None)
         heads = config.num_attention_heads if by_layer is None else by_layer[index]
+        ignores_cap = getattr(config, "_attn_implementation", None) == "sdpa"  # as in transformers (5.17)
         slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
         return read.attention(
             self._rotary_of(index, kinds),
@@ -390,7 +380,7 @@ class LayerReader:
             head_dim=attention.module.head_dim,
             scale=attention.value("scaling", (float, int)) * attention.factor(family.query_scale),
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
-            softcap=_score_cap(config, family),
+            softcap=None if ignores_cap else _field(config, family.score_cap, None),
             reads_layer=self._reads_layer(index),
             family=family,
         )

@@ -213,8 +213,11 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     shapes that differ from config.json, without the package that a quantised target needs, for an invalid `tp_plan`,
     and for one without several processes.
     """
-    if kwargs.get("tp_plan") is not None:
-        _check_plan(kwargs["tp_plan"])
+    if (tp_plan := kwargs.get("tp_plan")) is not None:
+        if isinstance(tp_plan, str) and tp_plan != "auto":
+            raise ValueError(f'tp_plan must be "auto" (transformers\' plan for the model) or a plan, got {tp_plan!r}')
+        if "WORLD_SIZE" not in os.environ:
+            raise ValueError("tp_plan needs several processes: start them with torchrun --nproc-per-node N")
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
     kwargs.pop("torch_dtype", None)
     kwargs["dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"] = dtype
@@ -395,13 +398,6 @@ def _check_no_head(named: str, tensors: Iterable[str]) -> None:
             f"{named} is a draft head (it has fc.weight), not a causal language model: give it as the head "
             "(--head, for a block drafter --block-drafter, or draft_model of EAGLEInference)"
         )
-
-
-def _check_plan(tp_plan: Any) -> None:
-    if isinstance(tp_plan, str) and tp_plan != "auto":
-        raise ValueError(f'tp_plan must be "auto" (transformers\' plan for the model) or a plan, got {tp_plan!r}')
-    if "WORLD_SIZE" not in os.environ:
-        raise ValueError("tp_plan needs several processes: start them with torchrun --nproc-per-node N")
 
 
 def _in_one_dtype(model: Any, dtype: Any) -> nn.Module:

@@ -482,7 +482,8 @@ class BeamDraft(ScoringDraft):
         mine: BeamSlots = state.sequences.draft_tensors
         plan: BeamPlan = state.draft_tree_tensors
         spec, lengths, hidden, normed = state.spec, self.rows(state.lengths), mine.hidden, mine.normed
-        guide, rule = (mine.guide, self._rule(spec)) if spec.adaptive else (None, None)
+        guide, egag = (mine.guide, self.egag) if spec.adaptive else (None, None)
+        rule = None if egag is None else egag.within(spec.beam_levels)
         first_slot = levels = 0
 
         def score(level: int, chosen: Expansion | None) -> tuple[Tensor, Tensor]:
@@ -518,6 +519,3 @@ class BeamDraft(ScoringDraft):
         from what the vocabulary projection reads, [B, n / B, *]. tune_for_rows: see project."""
         logits = project(ops, self.head, normed, tune_for_rows).flatten(0, 1)
         return logits, *ops.topk(logits, top_k, offsets=self.d2t)
-
-    def _rule(self, spec: TreeSpec) -> EGAGConfig | None:
-        return None if self.egag is None else self.egag.within(spec.beam_levels)

@@ -343,12 +343,14 @@ class Attention(Mixer):
             options: dict[str, Any] = dict(scale=self.scale, table=table, sinks=self.sinks, softcap=self.softcap)
             out = ops.prompt_attention(flat, cache.data, *rows.span, **options).view_as(q)
         else:
+            # With products of ours or cuBLAS's it is known when the next kernel starts.
+            plain = all(product.weight is not None and product.joined_over is None for product in self.inputs)
             options = dict(
                 sliding_window=self.sliding_window,
                 new_keys=rows.new_keys,
                 tune_for_nodes=rows.tune_for_nodes,
                 table=cache.table,
-                prefetch_before_wait=self._products_are_plain,
+                prefetch_before_wait=plain,
                 row_format=row_format if gate is None else None,
                 sinks=self.sinks,
                 softcap=self.softcap,
@@ -365,16 +367,6 @@ class Attention(Mixer):
     def norms_rows(self) -> bool:
         """Whether q_norm and k_norm norm all heads of a row together, before they are split into heads (OLMo 2)."""
         return self.q_norm is not None and len(self.q_norm.weight) > self.head_dim
-
-    def _own_heads(self, normed: Tensor) -> Tensor:
-        """This rank's part of queries or keys [B, n, *] that were normed together with the other ranks' parts."""
-        ranks = self.q.joined_over
-        return normed if ranks is None else normed.chunk(ranks.size, -1)[ranks.rank]
-
-    @property
-    def _products_are_plain(self) -> bool:
-        """Whether q, k and v are our products or cuBLAS's: then it is known when the next kernel starts."""
-        return all(projection.weight is not None and projection.joined_over is None for projection in self.inputs)
 
     def _append(
         self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, queries: bool = True
@@ -396,9 +388,10 @@ class Attention(Mixer):
             products = *products, products[1]
         if self.norms_rows:
             assert q_norm is not None and k_norm is not None
-            normed = apply_norm(ops, q_norm, products[0]), apply_norm(ops, k_norm, products[1])
-            values = products[2] if isinstance(products[2], Tensor) else ops.add(products[2])
-            products = *map(self._own_heads, normed), values
+            normed = [apply_norm(ops, q_norm, products[0]), apply_norm(ops, k_norm, products[1])]
+            if (ranks := self.q.joined_over) is not None:  # this rank's heads, of those that were normed together
+                normed = [part.chunk(ranks.size, -1)[ranks.rank] for part in normed]
+            products = *normed, products[2] if isinstance(products[2], Tensor) else ops.add(products[2])
             q_norm = k_norm = None
         q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         k, v = own or (None, None)

@@ -303,7 +303,7 @@ class Batch(BatchSlots):
                     reads = self._take_prompts()
                     if self.in_flight.full:
                         break
-                    if any(not self._surely_ends(entry) for entry in self._decoding.values()):
+                    if any(self.in_flight.may_go_on(entry) for entry in self._decoding.values()):
                         self._launch_step(reads)
                     elif self.in_flight:
                         break
@@ -328,9 +328,6 @@ class Batch(BatchSlots):
             taken += self._read_prompts(self.prompt_tokens - taken if decoding else None)
         self._begin_read()
         return reads
-
-    def _surely_ends(self, entry: RunningRequest) -> bool:
-        return len(entry.tokens) + self.in_flight.least_tokens(entry) >= entry.request.max_new_tokens
 
     def _launch_step(self, reads: bool | None) -> None:
         """Launch the next step. reads: whether prompts were read before it; None: its report is never read."""

@@ -30,6 +30,8 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
     if layout is None:
         known = " or ".join(", ".join(names) for names in LAYOUTS)
         raise UnknownLayerError(f"{where} must have the projections {known}")
+    if getattr(net, "activation", None) not in ("silu", "swish"):
+        raise UnknownLayerError(f"{where}.activation must be silu, got {getattr(net, 'activation', None)!r}")
     keys, values = heads * key_dim, value_heads * value_dim
     rows = {
         **{"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": value_heads, "in_proj_a": value_heads},
@@ -37,7 +39,7 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
     }
     return GatedDelta(
         inputs=tuple(_projection(read, name, rows[name]) for name in layout),
-        conv=_read_conv(read, 2 * keys + values),
+        conv=_read_taps(read, "conv1d", 2 * keys + values),
         A_log=_read_gate(read, "A_log", value_heads),
         dt_bias=_read_gate(read, "dt_bias", value_heads),
         norm=_read_gated_norm(read.at("norm"), value_dim),
@@ -66,15 +68,6 @@ def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
     if found != rows:
         raise UnknownLayerError(f"{read.path}.{name} must have {rows} rows, got {found}")
     return projection
-
-
-def _read_conv(read: ModuleReader, channels: int) -> torch.Tensor:
-    """The taps [C, W] of a causal depthwise convolution, with SiLU after it."""
-    net, where = read.module, read.path
-    weight = _read_taps(read, "conv1d", channels)
-    if getattr(net, "activation", None) not in ("silu", "swish"):
-        raise UnknownLayerError(f"{where}.activation must be silu, got {getattr(net, 'activation', None)!r}")
-    return weight
 
 
 def _read_taps(read: ModuleReader, name: str, channels: int) -> torch.Tensor:
