@@ -30,14 +30,15 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
     )
 
 
-_OF_QWEN3 = dict(vocab_size=151936, draft_vocab_size=32000, head_dim=128)
+DRAFT_VOCABULARY = 32000  # of an EAGLE-3 head
+_OF_QWEN3 = dict(vocab_size=151936, head_dim=128)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _sizes(64, 128, 8, 4, 2, vocab_size=512, draft_vocab_size=128),
-    "llama-3.2-1b": _sizes(2048, 8192, 16, 32, 8, vocab_size=128256, draft_vocab_size=32000),
-    "llama-3.2-3b": _sizes(3072, 8192, 28, 24, 8, vocab_size=128256, draft_vocab_size=32000),
-    "llama-3.1-8b": _sizes(4096, 14336, 32, 32, 8, vocab_size=128256, draft_vocab_size=32000),
-    "llama-3.3-70b": _sizes(8192, 28672, 80, 64, 8, vocab_size=128256, draft_vocab_size=32000),
+    "llama-3.2-1b": _sizes(2048, 8192, 16, 32, 8, vocab_size=128256),
+    "llama-3.2-3b": _sizes(3072, 8192, 28, 24, 8, vocab_size=128256),
+    "llama-3.1-8b": _sizes(4096, 14336, 32, 32, 8, vocab_size=128256),
+    "llama-3.3-70b": _sizes(8192, 28672, 80, 64, 8, vocab_size=128256),
     "qwen3-0.6b": _sizes(1024, 3072, 28, 16, 8, model_type="qwen3", **_OF_QWEN3),
     "qwen3-4b": _sizes(2560, 9728, 36, 32, 8, model_type="qwen3", **_OF_QWEN3),
     "qwen3-8b": _sizes(4096, 12288, 36, 32, 8, model_type="qwen3", **_OF_QWEN3),
@@ -57,7 +58,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_local_experts=8,
         num_experts_per_tok=2,
         vocab_size=32000,
-        draft_vocab_size=32000,
     ),
     "gpt-oss-20b": _sizes(
         *(2880, 2880, 24, 64, 8),
@@ -67,7 +67,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_local_experts=32,
         num_experts_per_tok=4,
         vocab_size=201088,
-        draft_vocab_size=32000,
     ),
     "glm-4.7-flash": _sizes(
         *(2048, 10240, 47, 20, 20),
@@ -85,7 +84,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.8,
         norm_topk_prob=True,
         vocab_size=154880,
-        draft_vocab_size=32000,
     ),
     "gemma3-12b": _sizes(
         *(3840, 15360, 48, 16, 8),
@@ -94,7 +92,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         query_pre_attn_scalar=256,
         sliding_window=1024,
         vocab_size=262208,
-        draft_vocab_size=32000,
     ),
     "muse-glimmer-30b": _sizes(
         *(6656, 19968, 52, 32, 2),
@@ -103,17 +100,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=2048,
         qk_scale_factor=1.0,  # published: 3.87, with which rounding decides what random weights attend to
         vocab_size=202048,
-        draft_vocab_size=32000,
     ),
     "phi4-mini": _sizes(
         *(3072, 8192, 32, 24, 8),
         model_type="phi3",
         partial_rotary_factor=0.75,
         vocab_size=200064,
-        draft_vocab_size=32000,
     ),
 }
-"""Targets: a `model_type` (default: Llama's), sizes, and the size of their heads' draft vocabulary.
+"""Targets: a `model_type` (default: Llama's), sizes, and the size of their heads' draft vocabulary (default:
+DRAFT_VOCABULARY).
 
 Layers and sizes are the published ones. The vocabulary projection always has its own matrix, and rotary frequencies are
 not the checkpoints': phi4-mini has no longrope.
@@ -195,8 +191,7 @@ def random_model(
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     sizes = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, **SHAPES[shape]}
-    draft_vocab = sizes.pop("draft_vocab_size")
-    draft_vocab = draft_vocab if eagle3 else sizes["vocab_size"]
+    draft_vocab = sizes.pop("draft_vocab_size", DRAFT_VOCABULARY) if eagle3 else sizes["vocab_size"]
     no_tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     kind, text = sizes.pop("model_type", "llama"), dict(**sizes, **no_tokens, tie_word_embeddings=False)
     config: Any = AutoConfig.for_model(kind, **text)
