@@ -30,6 +30,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
     )
 
 
+STD, SEED = 0.02, 0  # of random weights
 DRAFT_VOCABULARY = 32000  # of an EAGLE-3 head
 _OF_QWEN3 = dict(vocab_size=151936, head_dim=128)
 
@@ -136,11 +137,7 @@ HYBRIDS: dict[str, dict[str, int]] = {
 
 
 def random_hybrid(
-    shape: str,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    std: float = 0.02,
-    seed: int = 0,
+    shape: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, MTPHead]:
     """A Qwen3.5 of a shape in HYBRIDS and a multi-token-prediction layer for it, with random weights.
 
@@ -154,7 +151,7 @@ def random_hybrid(
     config = Qwen3_5TextConfig(
         **HYBRIDS[shape], rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
     rotary = type(model.model.rotary_emb)(config=config)
@@ -162,7 +159,7 @@ def random_hybrid(
     model.model.rotary_emb = rotary.to(device)
     head = MTPHead([new_unit(model)]).to(dtype).to_empty(device=device)
     for module in (model, head):
-        _randomise(module, std, norms=0.0)  # zero-centred
+        _randomise(module, norms=0.0)  # zero-centred
         for name, parameter in module.named_parameters():
             if name.endswith(("linear_attn.norm.weight", "dt_bias")):
                 nn.init.ones_(parameter)
@@ -176,8 +173,7 @@ def random_model(
     eagle3: bool = True,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    std: float = 0.02,
-    seed: int = 0,
+    std: float = STD,
     ranks: int = 1,
     **tree: Any,
 ) -> EaModel:
@@ -202,7 +198,7 @@ def random_model(
         config = AutoConfig.for_model("muse_glimmer", text_config=text, vision_config=sees, tie_word_embeddings=False)
     of_head = dict(draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False, sliding_window=None)
     own = DraftConfig.from_dict({**sizes, **of_head})
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     with _made_in(dtype, "meta" if ranks > 1 else device):
         base = made.from_config(config)
     if ranks > 1:
@@ -219,7 +215,7 @@ def random_model(
     return EaModel(base, head, base_model_name_or_path=shape).eval()
 
 
-def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> BlockDrafter:
+def random_block_drafter(target: Any) -> BlockDrafter:
     """A DFlash drafter of BLOCK_LAYERS layers and BLOCK_SIZE rows, for a causal language model of a shape in SHAPES:
     with its device, dtype and layer sizes, and random weights as in `random_model`."""
     config, weight = text_config(target.config), target.get_input_embeddings().weight
@@ -237,10 +233,10 @@ def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> Block
         causal=(False,) * BLOCK_LAYERS,
         windows=(None,) * BLOCK_LAYERS,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     with _made_in(weight.dtype, weight.device):
         drafter = BlockDrafter(own)
-    _randomise(drafter, std)
+    _randomise(drafter)
     return drafter.eval()
 
 
@@ -276,7 +272,7 @@ def _quieten_experts(model: nn.Module) -> None:
             parameter.mul_(min(1.0, 1000.0 * parameter[0].numel() ** -0.5))
 
 
-def _randomise(module: nn.Module, std: float, norms: float | None = None) -> None:
+def _randomise(module: nn.Module, std: float = STD, norms: float | None = None) -> None:
     """Draw all but norms from N(0, std). norms: fill these with it; None: keep the ones or zeros of their class."""
     for name, parameter in module.named_parameters():
         with torch.no_grad():

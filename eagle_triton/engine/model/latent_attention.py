@@ -90,7 +90,7 @@ class LatentAttention(Mixer):
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> LatentCache:
         assert pages is not None, "latents lie in pages"
-        memory = pages.pool.memory(self, layers, 1, sum(self.cache_shape), dtype, device, sides=1)
+        memory = pages.pool.memory(self, (layers, 1, 1, sum(self.cache_shape)), dtype, device)
         return LatentCache(memory, pages.table)
 
     def forward(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Product:

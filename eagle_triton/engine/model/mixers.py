@@ -297,7 +297,7 @@ class Attention(Mixer):
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> KeyValueCache:
         assert pages is not None, "keys and values lie in pages"
-        memory = pages.pool.memory(self, layers, self.num_kv_heads, self.head_dim, dtype, device)
+        memory = pages.pool.memory(self, (layers, 2, *self.cache_shape), dtype, device)
         return KeyValueCache(memory, pages.table)
 
     def forward(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Product:

@@ -83,22 +83,13 @@ class Batch(BatchSlots):
             raise
 
     @staticmethod
-    def start(
-        engine: Engine,
-        prompts: Sequence[Tensor],
-        spec: TreeSpec,
-        sampling: SamplingParams,
-        rows: int,
-        generator: torch.Generator | None = None,
-        slots: int | None = None,
-    ) -> Batch:
-        """A batch of prompts with the same sampling, each until it has `rows` tokens. slots: None: one per prompt."""
-        seeds = sampling.seeds(len(prompts), generator)
-        batch = Batch(engine, slots or len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
+    def start(engine: Engine, prompts: Sequence[Tensor], spec: TreeSpec, sampling: SamplingParams, rows: int) -> Batch:
+        """A batch of prompts with the same sampling, a slot for each, until each has `rows` tokens."""
+        batch = Batch(engine, len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
         try:
             batch.admit_all(
                 Request(prompt, batch.rows - len(prompt), replace(sampling, seed=seed))
-                for prompt, seed in zip(prompts, seeds, strict=True)
+                for prompt, seed in zip(prompts, sampling.seeds(len(prompts)), strict=True)
             )
         except BaseException:
             batch.close()
