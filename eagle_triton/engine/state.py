@@ -125,9 +125,7 @@ class Sequences:
         self.whole = self  # all slots; a part has only the first ones
         self._firsts: dict[int, Sequences] = {}  # parts of the whole, by number of slots
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=view.device)
-
+        zeros = self.zeros
         self.tokens = zeros(capacity + 1, dtype=torch.int64)  # the root at column `lengths`
         self.lengths = zeros(dtype=torch.int32)  # committed tokens, all in the target's cache
         self.prompt_lengths = zeros(dtype=torch.int32)
@@ -162,6 +160,10 @@ class Sequences:
         # log-probability (the bits of a float64)
         self.begun = zeros(3, dtype=torch.int64)
 
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A new tensor by slot, with this shape for each slot of the whole."""
+        return torch.zeros(self.whole.slots, *shape, dtype=dtype, device=self.device)
+
     def first(self, slots: int) -> Sequences:
         """The first `slots` sequences, always the same object."""
         whole = self.whole
@@ -185,31 +187,27 @@ class Sequences:
     def add_rules(self) -> None:
         """Allocate penalties, biases and least lengths, all off."""
         if self.rules is None:
-            slots, device = self.whole.slots, self.device
-            shape = (slots, self.vocabulary)
             rules = LogitRules(
-                penalty=torch.ones(slots, dtype=torch.float32, device=device),
-                bias=torch.zeros(shape, dtype=torch.float32, device=device),
-                seen=torch.zeros(shape, dtype=torch.uint8, device=device),
-                least=torch.zeros(slots, dtype=torch.int32, device=device),
-                presence=torch.zeros(slots, dtype=torch.float32, device=device),
-                frequency=torch.zeros(slots, dtype=torch.float32, device=device),
-                counts=torch.zeros(shape, dtype=torch.int32, device=device),
-                answer=torch.zeros(slots, dtype=torch.int32, device=device),
+                penalty=self.zeros(dtype=torch.float32).fill_(1),
+                bias=self.zeros(self.vocabulary, dtype=torch.float32),
+                seen=self.zeros(self.vocabulary, dtype=torch.uint8),
+                least=self.zeros(dtype=torch.int32),
+                presence=self.zeros(dtype=torch.float32),
+                frequency=self.zeros(dtype=torch.float32),
+                counts=self.zeros(self.vocabulary, dtype=torch.int32),
+                answer=self.zeros(dtype=torch.int32),
             )
             self.give(rules=rules)
 
     def add_logits(self) -> None:
         """Allocate the target's logits of the roots."""
         if self.root_logits is None:
-            shape = (self.whole.slots, self.vocabulary)
-            self.give(root_logits=torch.zeros(shape, dtype=torch.float32, device=self.device))
+            self.give(root_logits=self.zeros(self.vocabulary, dtype=torch.float32))
 
     def add_tops(self) -> None:
         """Allocate the likeliest tokens beside the roots."""
         if self.root_tops is None:
-            shape = (self.whole.slots, 2, min(TOP_LOGPROBS, self.vocabulary))
-            self.give(root_tops=torch.zeros(shape, dtype=torch.float64, device=self.device))
+            self.give(root_tops=self.zeros(2, min(TOP_LOGPROBS, self.vocabulary), dtype=torch.float64))
 
     def widen_stops(self, count: int) -> bool:
         """Make room for `count` stop tokens of a sequence. Returns whether this needed a new table."""

@@ -170,7 +170,10 @@ def _report(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutput
         rules.seen.scatter_(1, emitted, torch.where(steps_on, 1, rules.seen.gather(1, emitted)))
         rules.counts.scatter_add_(1, emitted, (committed & steps_on).int())
     if outputs.lengths is not None:
-        _report_logprobs(ops, state, logits, path, outputs.lengths)
+        # Temperature, filters, penalties and biases are not applied; what a grammar forbids is left out.
+        following = ops.sequence_rows(state.tokens, outputs.lengths, path.shape[1], 1)
+        values = token_logprobs(ops.gather_rows(logits, path), following)
+        _keep(state.logprobs_of(state.report), sequences.root_logprob, values, path)
     if mode.logits:
         _keep(state.token_logits, sequences.root_logits, ops.gather_rows(raw, path), path)
     if mode.top_logprobs:
@@ -299,21 +302,6 @@ def verify(
     path, accepted = ops.first_path(tree.parents, depth)
     last = ops.gather_rows(logits, path.gather(1, accepted[:, None].long()))
     return path, accepted, walk(last, root, 0, lengths + accepted)[2]
-
-
-def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:
-    """Write log-probabilities to the report of a step that began at lengths `before`, and keep the next root's.
-
-    logits [B, N, V]: the target's, without what a grammar forbids; temperature, filters, penalties and biases are not
-    applied.
-    """
-    following = ops.sequence_rows(state.tokens, before, path.shape[1], 1)
-    values = token_logprobs(ops.gather_rows(logits, path), following)
-    root, reported = state.sequences.root_logprob, state.logprobs_of(state.report)
-    reported[:, 0] = root
-    reported[:, 1:] = values
-    last = (path >= 0).sum(1, keepdim=True) - 1
-    root.copy_(values.gather(1, last)[:, 0])
 
 
 def _keep(kept: Tensor | None, root: Tensor | None, rows: Tensor, path: Tensor) -> None:

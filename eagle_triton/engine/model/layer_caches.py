@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.memory import by_slot
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache
 from eagle_triton.engine.operations import Operations
@@ -65,20 +66,16 @@ class LayerCaches:
         return other
 
     def clear(self) -> None:
-        for cache in self.caches:
-            cache.clear()
+        by_slot.clear(self.caches)
 
     def wipe(self, pages: Tensor) -> None:
-        for cache in self.caches:
-            cache.wipe(pages)
+        by_slot.wipe(self.caches, pages)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        for cache in self.caches:
-            cache.copy(source, target, length)
+        by_slot.copy(self.caches, source, target, length)
 
     def move(self, source: int, target: int, length: int) -> None:
-        for cache in self.caches:
-            cache.move(source, target, length)
+        by_slot.move(self.caches, source, target, length)
 
     def commit(self, ops: Operations, pending: tuple[Any, ...], accepted: AcceptedPath) -> None:
         for cache, left in zip(self.caches, pending, strict=True):
@@ -86,5 +83,4 @@ class LayerCaches:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        for cache in self.caches:
-            yield from cache.tensors
+        return by_slot.tensors_of(self.caches)

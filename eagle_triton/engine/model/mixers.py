@@ -309,22 +309,8 @@ class Attention(Mixer):
             self._append(ops, x, cache, rows, queries=False)
 
     def forward_last(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, last: Tensor) -> Product:
-        q, gate = self._append(ops, x, cache, rows)
-        before, table = cache.before(last, x.shape[1], rows.lengths)
-        out = ops.tree_attention(
-            rows_at(q, last),
-            cache.data,
-            before,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            table=table,
-            sinks=self.sinks,
-            softcap=self.softcap,
-        )
-        assert isinstance(out, Tensor)
-        if gate is not None:
-            out = ops.gate_heads(out, rows_at(gate, last), self.gate_activation)
-        return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
+        attended = self._attend(ops, x, cache, rows, last=last)
+        return project_split(ops, self.o, attended, rows.tune_for_rows)
 
     def attend(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
@@ -333,35 +319,44 @@ class Attention(Mixer):
         return attended
 
     def _attend(
-        self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, row_format: RowFormat | None = None
+        self,
+        ops: Operations,
+        x: ProductRows,
+        cache: KeyValues,
+        rows: NewRows,
+        row_format: RowFormat | None = None,
+        last: Tensor | None = None,
     ) -> ProductRows:
-        """`attend`; row_format: see tree_attention."""
+        """`attend`. row_format: see tree_attention. last: see `forward_last`."""
         q, gate = self._append(ops, x, cache, rows)
-        if rows.span is not None and self.span_shape is not None:
+        options: dict[str, Any] = dict(scale=self.scale, sinks=self.sinks, softcap=self.softcap)
+        attended: ProductRows
+        if last is not None:
+            before, table = cache.before(last, x.shape[1], rows.lengths)
+            q, gate = rows_at(q, last), None if gate is None else rows_at(gate, last)
+            options |= dict(table=table, sliding_window=self.sliding_window)
+            attended = ops.tree_attention(q, cache.data, before, **options)
+        elif rows.span is not None and self.span_shape is not None:
             assert cache.table is not None, "a prompt that is read in pieces is in pages"
-            flat, table = q.flatten(0, 1), cache.table[0]
-            options: dict[str, Any] = dict(scale=self.scale, table=table, sinks=self.sinks, softcap=self.softcap)
-            out = ops.prompt_attention(flat, cache.data, *rows.span, **options).view_as(q)
+            flat = q.flatten(0, 1)
+            attended = ops.prompt_attention(flat, cache.data, *rows.span, table=cache.table[0], **options).view_as(q)
         else:
             # With products of ours or cuBLAS's it is known when the next kernel starts.
             plain = all(product.weight is not None and product.joined_over is None for product in self.inputs)
-            options = dict(
+            options |= dict(
                 sliding_window=self.sliding_window,
                 new_keys=rows.new_keys,
                 tune_for_nodes=rows.tune_for_nodes,
                 table=cache.table,
                 prefetch_before_wait=plain,
                 row_format=row_format if gate is None else None,
-                sinks=self.sinks,
-                softcap=self.softcap,
             )
-            attended = ops.tree_attention(q, cache.data, rows.lengths, rows.ancestors, scale=self.scale, **options)
-            if not isinstance(attended, Tensor):
-                return attended
-            out = attended
+            attended = ops.tree_attention(q, cache.data, rows.lengths, rows.ancestors, **options)
+        if not isinstance(attended, Tensor):
+            return attended
         if gate is not None:
-            out = ops.gate_heads(out, gate, self.gate_activation)
-        return out.flatten(-2)
+            attended = ops.gate_heads(attended, gate, self.gate_activation)
+        return attended.flatten(-2)
 
     @property
     def norms_rows(self) -> bool:

@@ -340,15 +340,15 @@ class BatchSlots:
     def _leave(self, slot: int, wipe: bool) -> None:
         """Let a request leave its slot, on the host."""
         entry = self._entries[slot]
-        if entry is not None and entry.decodes and self._draft is not None:
+        if entry is None:
+            return
+        if entry.decodes and self._draft is not None:
             self._draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
-        if entry is not None and entry.decodes and self.planner.plain_steps is None and not wipe:
+        if entry.decodes and self.planner.plain_steps is None and not wipe:
             tokens = entry.first(self.lengths[slot])
             self.sequences.pages.keep(slot, self._prefix_of(entry.request, tokens, entry.prefix))
-        if entry is not None:
-            self.in_flight.forget(entry)
-            entry.slot = -1
-        self._entries[slot] = None
+        self.in_flight.forget(entry)
+        entry.slot, self._entries[slot] = -1, None
         self._read.pop(slot, None)
 
     def _free(self, *slots: int, wipe: bool = False) -> None:
