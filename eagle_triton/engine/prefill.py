@@ -306,7 +306,7 @@ def read_pieces(
     else:  # an embedding table with a row for each position
         view, tokens = replace(view, embedding=embeddings), pieces.columns(sequences.lengths)
     caches = sequences.caches.of_pieces(pieces, sequences.lengths)
-    rows = NewRows(pieces.seen, pieces.starts, None, None, span=pieces.span)
+    rows = NewRows(pieces.seen, pieces.starts, span=pieces.span)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:
         draft.read_prompt(ops, sequences, pieces, features)

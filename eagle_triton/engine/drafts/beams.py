@@ -396,7 +396,7 @@ class BeamDraft(ScoringDraft):
         # `begin` takes in the prompt's last token, with the root after it
         known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
         caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
-        rows = NewRows(pieces.seen, pieces.starts, None, None, span=pieces.span)
+        rows = NewRows(pieces.seen, pieces.starts, span=pieces.span)
         self.remember(ops, DraftNodes(self.inputs_of(ops, features, rows), None, known), caches, rows)
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
@@ -406,7 +406,7 @@ class BeamDraft(ScoringDraft):
         root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
         before = self.rows(sequences.lengths - 1).clamp(min=0)
         first = torch.where(entering, before, sequences.capacity)  # rows of the others are not written
-        rows = NewRows(before, first, None, None)
+        rows = NewRows(before, first)
         nodes = DraftNodes(self.inputs_of(ops, features, rows), None, root)
         mine.keep(self.forward(ops, nodes, mine.caches, rows), entering)
 
@@ -447,7 +447,7 @@ class BeamDraft(ScoringDraft):
         tokens [B, n] of these rows; features [B, n, F] of the positions before them. Each row sees those before it;
         `ancestors` [B, n, W] may express this in bits. `tune_for_nodes`: see NewRows. Returns like `forward`.
         """
-        rows = NewRows(lengths, lengths, None, ancestors, tune_for_nodes=tune_for_nodes)
+        rows = NewRows(lengths, lengths, ancestors=ancestors, tune_for_nodes=tune_for_nodes)
         return self.forward(ops, DraftNodes(self.inputs_of(ops, features, rows), None, tokens), caches, rows)
 
     def run_layers(

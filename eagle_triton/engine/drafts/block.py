@@ -298,14 +298,14 @@ class BlockDraft(ScoringDraft):
 
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
         caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
-        self._remember(ops, features, caches, NewRows(pieces.seen, pieces.starts, None, None, span=pieces.span))
+        self._remember(ops, features, caches, NewRows(pieces.seen, pieces.starts, span=pieces.span))
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
-        rows = NewRows(accepted.before, accepted.before, None, None)
+        rows = NewRows(accepted.before, accepted.before)
         self._remember(ops, ops.gather_rows(features, accepted.path), state.sequences.draft_tensors.caches, rows)
 
     def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
-        self._remember(ops, features, sequences.draft_tensors.caches, NewRows(known, known, None, None))
+        self._remember(ops, features, sequences.draft_tensors.caches, NewRows(known, known))
 
     def _remember(self, ops: Operations, features: Tensor, caches: LayerCaches, rows: NewRows) -> None:
         """Write keys and values of tokens with these features [B, n, F] of the target. Rows past a sequence's committed
@@ -438,8 +438,8 @@ class BlockDraft(ScoringDraft):
         ops.sequence_rows(state.tokens, lengths, 1, out=plan.tokens[:, :1])
         count = plan.tokens.shape[1]
         seen = {
-            True: NewRows(lengths, lengths, None, None, tune_for_nodes=count),
-            False: NewRows(lengths, lengths, None, plan.all_rows, new_keys=count, tune_for_nodes=count),
+            True: NewRows(lengths, lengths, tune_for_nodes=count),
+            False: NewRows(lengths, lengths, ancestors=plan.all_rows, new_keys=count, tune_for_nodes=count),
         }
         normed, x = embed_norm(
             ops,

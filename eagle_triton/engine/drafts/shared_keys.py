@@ -102,7 +102,7 @@ class SharedKeysDraft(BeamDraft):
         target's at the tokens before them."""
         lengths = sequences.lengths
         nodes = DraftNodes(features, None, ops.sequence_rows(sequences.tokens, lengths, 1))
-        outputs = self.forward(ops, nodes, sequences.caches, NewRows(lengths, lengths, None, None))
+        outputs = self.forward(ops, nodes, sequences.caches, NewRows(lengths, lengths))
         sequences.draft_tensors.keep(outputs, where)
 
     def forward(

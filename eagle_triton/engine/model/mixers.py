@@ -42,8 +42,8 @@ class NewRows(NamedTuple):
 
     lengths: Tensor  # [B] int32: committed rows, visible to all
     first: Tensor  # [B] int32: the position that depths count from, and the cache row of depth 0
-    depths: Tensor | None  # [B, n] int32: positions are first + depths; None: consecutive
-    ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
+    depths: Tensor | None = None  # [B, n] int32: positions are first + depths; None: consecutive
+    ancestors: Tensor | None = None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
     new_keys: int | None = None  # rows from lengths + new_keys on are hidden; None: the bits decide
     tune_for_nodes: int | None = None  # choose launches for this number of nodes, see `linear`; None: n
     depth: int = 0  # of a tree: the most levels below the root
