@@ -225,8 +225,9 @@ MUTATIONS = [
     Mutation(
         "stop tokens of a slot's last request stay",
         "engine/scheduler/slot_options.py",
-        "stops.ids[slots] = upload(ids, torch.int64, device)",
-        "stops.ids[slots] = stops.ids[slots].maximum(upload(ids, torch.int64, device))",
+        "tensor[slots] = upload(values, tensor.dtype, tensor.device)",
+        "old = tensor[slots] if tensor is stops.ids else -(2**31)\n"
+        "        tensor[slots] = upload(values, tensor.dtype, tensor.device).maximum(torch.as_tensor(old))",
         "tests/test_batch.py -k staggered",
     ),
     Mutation(

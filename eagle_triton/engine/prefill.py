@@ -247,9 +247,13 @@ class Prefill:
         ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]
         logits = project(ops, self.view.head, self.ends.hidden[: state.batch])
         nan = logits.isnan().flatten(1).any(1) if mode.judge is None else torch.zeros_like(entering)
-        sequences.nan.copy_(torch.where(entering, nan, sequences.nan))
         step = sequences.sampling.step
-        step.copy_(torch.where(entering, sequences.first_step, step))
+
+        def put(kept: Tensor, value: Tensor) -> None:
+            kept.copy_(torch.where(entering.view(-1, *[1] * (kept.dim() - 1)), value, kept))
+
+        put(sequences.nan, nan)
+        put(step, sequences.first_step)
         raw = logits.clone() if mode.logits else logits
         if mode.masked:
             assert state.masks is not None, "call add_masks before a grammar's first token is chosen"
@@ -263,12 +267,11 @@ class Prefill:
         if mode.logprobs:
             logprob = token_logprobs(logits, root)[:, 0]
             sequences.begun.view(torch.float64)[:, 2] = logprob
-            sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
+            put(sequences.root_logprob, logprob)
         if mode.top_logprobs and sequences.root_tops is not None:
-            tops = top_logprobs(logits)[:, 0]
-            sequences.root_tops.copy_(torch.where(entering[:, None, None], tops, sequences.root_tops))
+            put(sequences.root_tops, top_logprobs(logits)[:, 0])
         if mode.logits and sequences.root_logits is not None:
-            sequences.root_logits.copy_(torch.where(entering[:, None], raw[:, 0].float(), sequences.root_logits))
+            put(sequences.root_logits, raw[:, 0].float())
 
     def _grow_trees(self, draft: Draft | None, state: DecodeState) -> None:
         ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]

@@ -21,6 +21,7 @@ from torch import Tensor
 from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.memory.mapped_memory import MappedMemory, can_map
 from eagle_triton.engine.upload import upload
+from eagle_triton.values import checked_integer
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,7 @@ def check_cache_tokens(tokens: int | None) -> None:
     """Raise TypeError or ValueError unless `tokens` is a positive integer that is not too large, or None."""
     if tokens is None:
         return
-    if isinstance(tokens, bool) or not isinstance(tokens, int):
-        raise TypeError(f"cache_tokens must be an integer or None, got {tokens!r}")
-    if tokens < 1:
-        raise ValueError(f"cache_tokens must be at least 1, got {tokens}")
-    if tokens > MAX_CACHE_TOKENS:
+    if checked_integer("cache_tokens", tokens, 1, kind="an integer or None") > MAX_CACHE_TOKENS:
         raise ValueError(f"cache_tokens must be at most {MAX_CACHE_TOKENS}, got {tokens}")
 
 
