@@ -28,6 +28,7 @@ from eagle_triton.engine.model.modules import (
 )
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
+from eagle_triton.operands.gated_delta import PromptPieces
 from eagle_triton.runtime.row_formats import ProductRows, RowFormat
 from eagle_triton.runtime.split_sums import Product, total_of
 
@@ -118,6 +119,34 @@ class MixerCache(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
         """All its tensors on the device."""
+
+
+class RecurrentCache(MixerCache):
+    """The memory of recurrent layers of one shape: tensors [L, B, ...], which do not grow with the sequences."""
+
+    def __init__(self, *memory: Tensor, pieces: PromptPieces | None = None):
+        """pieces: of prompts, which the next causal forward reads."""
+        self.memory, self.pieces = memory, pieces
+
+    def part(self, slots: slice) -> Self:
+        return type(self)(*(tensor[:, slots] for tensor in self.memory))
+
+    def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> Self:
+        assert pieces.slots is not None
+        mine = PromptPieces(pieces.slots, pieces.starts, pieces.counts(lengths))
+        return type(self)(*self.memory, pieces=mine)
+
+    def clear(self) -> None:
+        for tensor in self.memory:
+            tensor.zero_()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for tensor in self.memory:
+            tensor[:, target] = tensor[:, source]
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.memory
 
 
 class Mixer(ABC):
