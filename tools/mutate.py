@@ -380,8 +380,8 @@ MUTATIONS = [
     Mutation(
         "a failed forward is not read again",
         "engine/scheduler/batch_slots.py",
-        "        if self._prefill.read(forward, self._draft, ",
-        "        self._prompts.take(forward)\n        if self._prefill.read(forward, self._draft, ",
+        "        if self._prefill.read(forward, self.planner.draft, ",
+        "        self._prompts.take(forward)\n        if self._prefill.read(forward, self.planner.draft, ",
         "tests/test_prefill.py -k interrupt_while",
     ),
     Mutation(
@@ -471,7 +471,7 @@ MUTATIONS = [
     Mutation(
         "drafted requests find what was decoded plainly",
         "engine/scheduler/batch_slots.py",
-        'b"plain" if self._draft is None else b"drafts"',
+        'b"plain" if self.planner.draft is None else b"drafts"',
         'b"plain"',
         "tests/test_pages.py -k share_nothing",
     ),

@@ -111,11 +111,11 @@ class Prefill:
         self._rehearsed: set[bool] = set()  # True: with a draft, False: without
 
     def write(self, prompts: Mapping[int, Tensor]) -> None:
-        """Write tokens and lengths of prompts [L] int64 to their slots. Steps of other slots write after them from now
-        on."""
+        """Write tokens and lengths of prompts [L] int64 on the host to their slots. Steps of other slots write after
+        them from now on."""
         sequences = self.sequences
         lengths = [len(prompt) for prompt in prompts.values()]
-        rows = _on(list(prompts.values()), sequences.device)
+        rows = to_device(pad_sequence(list(prompts.values()), batch_first=True), sequences.device)
         slots = upload(list(prompts), torch.int64, sequences.device)
         sequences.tokens[slots, : rows.shape[1]] = rows
         sequences.lengths[slots] = upload(lengths, torch.int32, sequences.device)
@@ -366,10 +366,3 @@ def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> 
         rules = state.sequences.rules
         logits = ops.process_logits(logits, tokens, tree.ancestors, rules, before, state.stops.ids)
     return verify(ops, logits, tree, 0, before, state.sampling, mode)[2][:, None]
-
-
-def _on(prompts: list[Tensor], device: torch.device) -> Tensor:
-    """Prompts [L] of any lengths as rows of one padded tensor on a device."""
-    if any(prompt.device != prompts[0].device for prompt in prompts):
-        prompts = [prompt.to(device) for prompt in prompts]
-    return to_device(pad_sequence(prompts, batch_first=True), device)

@@ -43,12 +43,6 @@ from eagle_triton.runtime.row_formats import whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
 
 
-class BlockSlots(NamedTuple):
-    """A block draft's data for each sequence."""
-
-    caches: LayerCaches  # of its layers
-
-
 class BlockPlan(BeamPlan):
     """The tensors of a BeamPlan and of the block."""
 
@@ -285,9 +279,8 @@ class BlockDraft(ScoringDraft):
         """Whether each path has its own state, so its children are scored when it is chosen."""
         return self.correction is not None and self.correction.state_size is not None
 
-    def new_slot_tensors(self, pages: SlotPages) -> BlockSlots:
-        device = pages.table.device
-        return BlockSlots(LayerCaches(self.mixers, pages.slots, pages, self.embedding.dtype, device))
+    def new_slot_tensors(self, pages: SlotPages) -> LayerCaches:
+        return LayerCaches(self.mixers, pages.slots, pages, self.embedding.dtype, pages.table.device)
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
         if not spec.beam_levels:
@@ -297,15 +290,15 @@ class BlockDraft(ScoringDraft):
     # --- committed tokens ---
 
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
-        caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
+        caches = sequences.draft_tensors.of_pieces(pieces, sequences.lengths)
         self._remember(ops, features, caches, NewRows(pieces.seen, pieces.starts, span=pieces.span))
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         rows = NewRows(accepted.before, accepted.before)
-        self._remember(ops, ops.gather_rows(features, accepted.path), state.sequences.draft_tensors.caches, rows)
+        self._remember(ops, ops.gather_rows(features, accepted.path), state.sequences.draft_tensors, rows)
 
     def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
-        self._remember(ops, features, sequences.draft_tensors.caches, NewRows(known, known))
+        self._remember(ops, features, sequences.draft_tensors, NewRows(known, known))
 
     def _remember(self, ops: Operations, features: Tensor, caches: LayerCaches, rows: NewRows) -> None:
         """Write keys and values of tokens with these features [B, n, F] of the target. Rows past a sequence's committed
@@ -434,7 +427,7 @@ class BlockDraft(ScoringDraft):
     def run_block(self, ops: Operations, state: DecodeState) -> Tensor:
         """The pass over the roots and masks: its normed outputs [B, R, H]."""
         plan: BlockPlan = state.draft_tree_tensors
-        caches, lengths = state.sequences.draft_tensors.caches, state.lengths
+        caches, lengths = state.sequences.draft_tensors, state.lengths
         ops.sequence_rows(state.tokens, lengths, 1, out=plan.tokens[:, :1])
         count = plan.tokens.shape[1]
         seen = {

@@ -8,6 +8,7 @@ left, until its memory is needed.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -319,8 +320,8 @@ class SlotPages:
         return pages
 
     def part(self, slots: slice) -> SlotPages:
-        part = object.__new__(SlotPages)
-        part.pool, part.table, part._held = self.pool, self.table[slots], self._held[slots]
+        part = copy.copy(self)
+        part.table, part._held = self.table[slots], self._held[slots]
         part.slots = len(part._held)
         return part
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -61,8 +62,8 @@ class LayerCaches:
 
     def _with(self, caches: tuple[MixerCache, ...]) -> LayerCaches:
         """The same layers with other caches."""
-        other = object.__new__(LayerCaches)
-        other._layers, other._place, other.caches = self._layers, self._place, caches
+        other = copy.copy(self)
+        other.caches = caches
         return other
 
     def clear(self) -> None:

@@ -51,7 +51,7 @@ class StepPlanner:
     state: has the tree that the next step verifies, over the first `state.batch` sequences, which decide a step's cost.
     levels: how many were scored for the tree. every_level: score all levels of adaptive trees, whatever the requests'
     gammas are. spare_rows: rows free after each sequence. plain_steps: how many were launched since the draft knew all
-    tokens; None while it does.
+    tokens; None while it does. draft: None if nothing is ever drafted.
     """
 
     def __init__(self, engine: Engine, sequences: Sequences, spec: TreeSpec, spare_rows: int, options: StepOptions):
