@@ -387,8 +387,8 @@ MUTATIONS = [
     Mutation(
         "a forward for which there was no memory is not read again",
         "engine/scheduler/batch_slots.py",
-        "self._embeddings_of(first), scores):\n            return 0\n",
-        "self._embeddings_of(first), scores):\n            pass\n",
+        "self._extras_of(forward.pieces[0].slot)):\n            return 0\n",
+        "self._extras_of(forward.pieces[0].slot)):\n            pass\n",
         "tests/test_prefill.py -k no_memory_for_a_long",
     ),
     Mutation(

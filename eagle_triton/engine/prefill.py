@@ -44,6 +44,16 @@ class NaNLogitsError(RuntimeError):
     """The target's logits are NaN, so no token can be chosen."""
 
 
+class PromptExtras(NamedTuple):
+    """What a prompt needs besides its tokens. With either, it has its own forwards."""
+
+    embeddings: Tensor | None = None  # [L, H]: the target reads these instead of the tokens
+    scores: Tensor | None = None  # [L, ...]: where to write the results of `score_rows`
+
+
+NO_EXTRAS = PromptExtras()
+
+
 class PromptEnds(NamedTuple):
     """The target's outputs at the last token of each slot's prompt."""
 
@@ -125,22 +135,19 @@ class Prefill:
         width = 1 + 2 * min(TOP_LOGPROBS, self.view.vocab_size)
         return torch.zeros(length, width, dtype=torch.float64, device=self.sequences.device)
 
-    def read(
-        self, forward: Forward, draft: Draft | None, embeddings: Tensor | None = None, scores: Tensor | None = None
-    ) -> bool:
-        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. embeddings [L, H]:
-        the target reads these instead of the tokens. scores [L, ...]: where to write the results of `score_rows`. With
-        either, all pieces are of one prompt.
+    def read(self, forward: Forward, draft: Draft | None, extras: PromptExtras = NO_EXTRAS) -> bool:
+        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. extras: of the
+        prompt, if all pieces are of one.
 
         Returns whether these prompts must be read again from the start, because memory ran out inside the forward.
         """
         if not self.packed:
             (piece,) = forward.pieces
-            self._read_alone(piece.slot, piece.end, draft, piece.start, embeddings, scores)
+            self._read_alone(piece.slot, piece.end, draft, piece.start, extras)
             return False
         self._inputs_of(forward).fill(forward)
-        if embeddings is not None or scores is not None:  # these have other addresses for each prompt
-            self._forward(forward, draft, embeddings=embeddings, scores=scores)
+        if any(extra is not None for extra in extras):  # these have other addresses for each prompt
+            self._forward(forward, draft, extras=extras)
             return False
         span = self._long_prompts.span_of(forward)
         if span is not None:
@@ -203,14 +210,9 @@ class Prefill:
         self._grow_trees(draft, state)
 
     def _forward(
-        self,
-        forward: Forward,
-        draft: Draft | None,
-        span: PromptSpan | None = None,
-        embeddings: Tensor | None = None,
-        scores: Tensor | None = None,
+        self, forward: Forward, draft: Draft | None, span: PromptSpan | None = None, extras: PromptExtras = NO_EXTRAS
     ) -> None:
-        inputs = self._inputs_of(forward)
+        inputs, (embeddings, scores) = self._inputs_of(forward), extras
         last = inputs.ends.clamp(min=0).long()
         pieces, wanted = inputs.pieces._replace(span=span), last if scores is None else None
         hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, wanted, embeddings)
@@ -227,18 +229,12 @@ class Prefill:
         return self._inputs[key]
 
     def _read_alone(
-        self,
-        slot: int,
-        length: int,
-        draft: Draft | None,
-        start: int = 0,
-        embeddings: Tensor | None = None,
-        scores: Tensor | None = None,
+        self, slot: int, length: int, draft: Draft | None, start: int = 0, extras: PromptExtras = NO_EXTRAS
     ) -> None:
         one = slice(slot, slot + 1)
         part = self.sequences.part(one)
         part.caches.clear()
-        outputs = read_prompts(self.ops, self.view, draft, part, length, start, embeddings, scores)
+        outputs = read_prompts(self.ops, self.view, draft, part, length, start, extras)
         for kept, found in zip(self.ends, outputs, strict=True):
             kept[one] = found
 
@@ -323,20 +319,19 @@ def read_prompts(
     sequences: Sequences,
     length: int,
     start: int = 0,
-    embeddings: Tensor | None = None,
-    scores: Tensor | None = None,
+    extras: PromptExtras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor]:
     """Run the first `length` tokens of all sequences through target and draft, chunk by chunk.
 
-    start: the number of tokens that were read before. embeddings: see read_pieces. scores: of one sequence, see
-    score_rows. Returns the target's normed hidden states [B, 1, H] and features [B, 1, F] at the last tokens.
+    start: the number of tokens that were read before. extras: of the prompt, if there is one sequence. Returns the
+    target's normed hidden states [B, 1, H] and features [B, 1, F] at the last tokens.
     """
     for first in range(start, length, CHUNK):
         starts = torch.full_like(sequences.lengths, first)
         pieces = PromptChunks(None, starts, starts, min(CHUNK, length - first))
-        hidden, features = read_pieces(ops, view, draft, sequences, pieces, embeddings=embeddings)
-        if scores is not None:
-            score_rows(ops, view, sequences.tokens[0], hidden[0], first, min(first + CHUNK, length), scores)
+        hidden, features = read_pieces(ops, view, draft, sequences, pieces, embeddings=extras.embeddings)
+        if extras.scores is not None:
+            score_rows(ops, view, sequences.tokens[0], hidden[0], first, min(first + CHUNK, length), extras.scores)
     return hidden[:, -1:], features[:, -1:]
 
 

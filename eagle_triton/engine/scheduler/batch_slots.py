@@ -14,6 +14,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
 from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.memory.pages import CacheFullError, prefix_keys
+from eagle_triton.engine.prefill import NO_EXTRAS, PromptExtras
 from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks
 from eagle_triton.engine.scheduler.page_budget import PageBudget
@@ -210,10 +211,7 @@ class BatchSlots:
         forward = self._prompts.next(most)
         if not self.engine.view.by_token:  # after an interrupt some layers have read these tokens, others not
             self._prompts.restart(forward)
-        first = forward.pieces[0].slot
-        entry = self._entries[first]
-        scores = None if entry is None or entry.tokens else entry.prompt_scores
-        if self._prefill.read(forward, self.planner.draft, self._embeddings_of(first), scores):
+        if self._prefill.read(forward, self.planner.draft, self._extras_of(forward.pieces[0].slot)):
             return 0
         with self._must_finish():
             self._prompts.take(forward)
@@ -221,14 +219,16 @@ class BatchSlots:
                 self._finish_prompt(slot)
         return forward.tokens
 
-    def _embeddings_of(self, slot: int) -> Tensor | None:
-        """What the target reads in place of the tokens of the prompt in a slot, [L, H]; None: the tokens."""
+    def _extras_of(self, slot: int) -> PromptExtras:
+        """What the prompt in a slot needs besides its tokens."""
         entry = self._entries[slot]
-        if entry is None or entry.request.embeddings is None:
-            return None
-        given = entry.request.embeddings
-        rest = entry.prompt[len(given) :].to(given.device)
-        return torch.cat((given, self.engine.view.embedding[rest]))
+        if entry is None:
+            return NO_EXTRAS
+        embeddings = entry.request.embeddings
+        if embeddings is not None:
+            rest = entry.prompt[len(embeddings) :].to(embeddings.device)
+            embeddings = torch.cat((embeddings, self.engine.view.embedding[rest]))
+        return PromptExtras(embeddings, None if entry.tokens else entry.prompt_scores)
 
     def _finish_prompt(self, source: int) -> None:
         """After a slot's prompt is read, copy it to the slots that wait for the same prompt."""
