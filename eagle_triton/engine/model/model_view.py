@@ -35,7 +35,7 @@ from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.runtime.row_formats import ProductRows, RowFormat
+from eagle_triton.runtime.row_formats import ProductRows
 from eagle_triton.runtime.split_sums import Product
 
 
@@ -187,26 +187,19 @@ def decoder_layer(
     cache: Any,
     rows: NewRows,
     layer_inputs: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Product | NormedUpdate | None]:
     """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's.
-    layer_inputs [B, n, P]: its part of LayerInputs, where it has an `input_block`.
+    layer_inputs [B, n, P]: its part of LayerInputs, where it has an `input_block`. last: return these flat rows [m]
+    int64 of B * n only, in a causal forward; [m, 1, H].
 
     Returns x with the mixer's output added, and the MLP's output, which the caller adds; None: it is added already.
     """
-    update = layer.mixer.forward(ops, normed, cache, rows)
-    return _after_mixer(ops, layer, x, update, rows, layer_inputs, row_format=layer.mlp.input_format)
-
-
-def _after_mixer(
-    ops: Operations,
-    layer: Layer,
-    x: Tensor,
-    update: Product,
-    rows: NewRows,
-    layer_inputs: Tensor | None = None,
-    row_format: RowFormat | None = None,
-) -> tuple[Tensor, Product | NormedUpdate | None]:
-    """The rest of a layer, after its mixer has computed `update`. Returns like `decoder_layer`."""
+    if last is None:
+        update, row_format = layer.mixer.forward(ops, normed, cache, rows), layer.mlp.input_format
+    else:
+        update, row_format = layer.mixer.forward_last(ops, normed, cache, rows, last), None
+        x, layer_inputs = rows_at(x, last), None if layer_inputs is None else rows_at(layer_inputs, last)
     finished = _finished(ops, layer, layer.mixer_norm, update)
     normed, x = add_norm_for(ops, layer.post_norm, x, finished, rows.in_draft_pass, row_format=row_format)
     update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
@@ -287,13 +280,9 @@ def _forward(
     update: Product | NormedUpdate | None = None
     for index, layer in enumerate(view.layers):
         normed, x = _layer_input(ops, view, index, tokens, x, update, features)
-        cache, part = caches.layer(index, pending), None if layer_inputs is None else layer_inputs[:, :, index]
-        if last is None or features is None or index + 1 < len(view.layers):
-            x, update = decoder_layer(ops, layer, normed, x, cache, rows, part)
-        else:  # nothing reads the other rows
-            update = layer.mixer.forward_last(ops, normed, cache, rows, last)
-            part = None if part is None else rows_at(part, last)
-            x, update = _after_mixer(ops, layer, rows_at(x, last), update, rows, part)
+        part = None if layer_inputs is None else layer_inputs[:, :, index]
+        read = None if features is None or index + 1 < len(view.layers) else last  # after the last layer
+        x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows, part, read)
     assert x is not None, "a model has layers"
     hidden, _ = add_norm(ops, view.norm, x, update)
     if features is not None:
