@@ -406,48 +406,32 @@ class BeamDraft(ScoringDraft):
         root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
         before = self.rows(sequences.lengths - 1).clamp(min=0)
         first = torch.where(entering, before, sequences.capacity)  # rows of the others are not written
-        rows = NewRows(before, first)
-        nodes = DraftNodes(self.inputs_of(ops, features, rows), None, root)
-        mine.keep(self.forward(ops, nodes, mine.caches, rows), entering)
+        mine.keep(self.take_in(ops, features, root, mine.caches, NewRows(before, first)), entering)
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         mine, plan = state.sequences.draft_tensors, state.draft_tree_tensors
         emitted = ops.sequence_rows(state.tokens, accepted.before, state.spec.depth + 1, 1)
-        outputs = self.take_in(
-            ops,
-            ops.gather_rows(features, accepted.path),
-            emitted,
-            mine.caches,
-            self.rows(accepted.before),
-            plan.chain,
-            plan.tune_for_nodes,
-        )
+        features, lengths = ops.gather_rows(features, accepted.path), self.rows(accepted.before)
+        rows = NewRows(lengths, lengths, ancestors=plan.chain, tune_for_nodes=plan.tune_for_nodes)
+        outputs = self.take_in(ops, features, emitted, mine.caches, rows)
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             ops.gather_rows(output, accepted.accepted[:, None], out=kept)
 
     def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
         mine: BeamSlots = sequences.draft_tensors
         tokens = ops.sequence_rows(sequences.tokens, known + 1, features.shape[1])
-        outputs = self.take_in(ops, features, tokens, mine.caches, self.rows(known))
+        lengths = self.rows(known)
+        outputs = self.take_in(ops, features, tokens, mine.caches, NewRows(lengths, lengths))
         last = sequences.lengths - known - 1  # -1: nothing was new
         mine.keep((ops.gather_rows(output, last[:, None]) for output in outputs), last >= 0)
 
     def take_in(
-        self,
-        ops: Operations,
-        features: Tensor,
-        tokens: Tensor,
-        caches: LayerCaches,
-        lengths: Tensor,
-        ancestors: Tensor | None = None,
-        tune_for_nodes: int | None = None,
+        self, ops: Operations, features: Tensor, tokens: Tensor, caches: LayerCaches, rows: NewRows
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over the target's features, for the n cache rows from `lengths` on.
+        """Run the layers over the target's features for n new rows, of which each sees those before it.
 
-        tokens [B, n] of these rows; features [B, n, F] of the positions before them. Each row sees those before it;
-        `ancestors` [B, n, W] may express this in bits. `tune_for_nodes`: see NewRows. Returns like `forward`.
+        tokens [B, n] of these rows; features [B, n, F] of the positions before them. Returns like `forward`.
         """
-        rows = NewRows(lengths, lengths, ancestors=ancestors, tune_for_nodes=tune_for_nodes)
         return self.forward(ops, DraftNodes(self.inputs_of(ops, features, rows), None, tokens), caches, rows)
 
     def run_layers(
