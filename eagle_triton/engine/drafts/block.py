@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from eagle_triton.engine.drafts.beams import BeamPlan, Candidates, ScoringDraft
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
-from eagle_triton.engine.model.model_view import Layer, decoder_layer
+from eagle_triton.engine.model.model_view import decoder_layer
 from eagle_triton.engine.model.modules import (
     Norm,
     NormedUpdate,
@@ -447,33 +447,20 @@ class BlockDraft(ScoringDraft):
         for index, layer in enumerate(self.layers):
             if index:
                 normed, x = add_norm_for(ops, layer.input_norm, x, update, True, row_format=layer.mixer.input_format)
-            rows = seen[self.causal[index]]
-            if self.convs:
-                x, update = _convolved_layer(
-                    ops, layer, self.convs[index], whole_of(normed), x, caches.layer(index), rows
-                )
-            else:
-                x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
+            rows, cache = seen[self.causal[index]], caches.layer(index)
+            if not self.convs:
+                x, update = decoder_layer(ops, layer, normed, x, cache, rows)
+                continue
+            whole, (around_mixer, around_mlp) = whole_of(normed), self.convs[index]
+            before, after = around_mixer.before_and_after(ops, whole)
+            update = convolve(total_of(layer.mixer.forward(ops, convolve(whole, before), cache, rows)), after)
+            whole, x = add_norm(ops, layer.post_norm, x, update, True)
+            before, after = around_mlp.before_and_after(ops, whole)
+            update = feed_forward(ops, layer.mlp, convolve(whole, before), rows.tune_for_rows)
+            update = convolve(total_of(update), after)
         return add_norm(ops, self.norm, x, update, True)[0]
 
 
 def _taken(level: Tensor, places: Tensor) -> Tensor:
     """The entries of a lattice's level [B, M, K] at places [B, n]."""
     return level.flatten(1).gather(1, places)
-
-
-def _convolved_layer(
-    ops: Operations,
-    layer: Layer,
-    convs: tuple[BlockConv, BlockConv],
-    normed: Tensor,
-    x: Tensor,
-    cache: Any,
-    rows: NewRows,
-) -> tuple[Tensor, Tensor]:
-    """`decoder_layer` with convolutions before and after attention and MLP."""
-    before, after = convs[0].before_and_after(ops, normed)
-    update = convolve(total_of(layer.mixer.forward(ops, convolve(normed, before), cache, rows)), after)
-    normed, x = add_norm(ops, layer.post_norm, x, update, True)
-    before, after = convs[1].before_and_after(ops, normed)
-    return x, convolve(total_of(feed_forward(ops, layer.mlp, convolve(normed, before), rows.tune_for_rows)), after)

@@ -279,7 +279,18 @@ def _forward(
     x: Tensor | None = None
     update: Product | NormedUpdate | None = None
     for index, layer in enumerate(view.layers):
-        normed, x = _layer_input(ops, view, index, tokens, x, update, features)
+        norm, row_format, total = layer.input_norm, layer.mixer.input_format, None
+        if features is not None and index in view.feature_layers:  # the draft reads what this layer reads
+            place = sorted(view.feature_layers).index(index)
+            total = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
+        if x is None:
+            options: dict[str, Any] = dict(scale=view.embedding_scale, own_norm=view.embedding_norm)
+            options |= dict(total=total, row_format=row_format)
+            normed, x = embed_norm(ops, norm, view.embedding, tokens, **options)
+        else:
+            normed, x = add_norm_for(ops, norm, x, update, total=total, row_format=row_format)
+        if total is not None and x is not total:
+            total.copy_(x)
         part = None if layer_inputs is None else layer_inputs[:, :, index]
         read = None if features is None or index + 1 < len(view.layers) else last  # after the last layer
         x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows, part, read)
@@ -288,29 +299,3 @@ def _forward(
     if features is not None:
         return hidden, features
     return hidden if last is None else rows_at(hidden, last), hidden
-
-
-def _layer_input(
-    ops: Operations,
-    view: ModelView,
-    index: int,
-    tokens: Tensor,
-    x: Tensor | None,
-    update: Product | NormedUpdate | None,
-    features: Tensor | None,
-) -> tuple[ProductRows, Tensor]:
-    """The normed input of layer `index`, and the residual stream before it, [B, n, H] each. Layer 0 embeds tokens
-    [B, n]. If the draft reads this stream, it is written to features [B, n, F]."""
-    norm, row_format, part = view.layers[index].input_norm, view.layers[index].mixer.input_format, None
-    if features is not None and index in view.feature_layers:
-        place = sorted(view.feature_layers).index(index)
-        part = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
-    if x is None:
-        options: dict[str, Any] = dict(scale=view.embedding_scale, own_norm=view.embedding_norm)
-        options |= dict(total=part, row_format=row_format)
-        normed, x = embed_norm(ops, norm, view.embedding, tokens, **options)
-    else:
-        normed, x = add_norm_for(ops, norm, x, update, total=part, row_format=row_format)
-    if part is not None and x is not part:
-        part.copy_(x)
-    return normed, x
