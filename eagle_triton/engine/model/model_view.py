@@ -61,14 +61,6 @@ class Layer:
     input_block: LayerInputBlock | None = None
 
     @property
-    def norms(self) -> tuple[Norm, ...]:
-        """Its norms, without missing ones."""
-        norms = [self.input_norm, self.mixer_norm, self.post_norm, self.mlp_norm]
-        norms += [] if self.beside is None else self.beside.norms
-        norms += [] if self.input_block is None else [self.input_block.norm]
-        return tuple(norm for norm in norms if norm is not None)
-
-    @property
     def is_llamas(self) -> bool:
         """Whether it is a layer like Llama's."""
         changes = (self.mixer_norm, self.mlp_norm, self.scale, self.beside, self.input_block)

@@ -199,10 +199,6 @@ class ExpertsBeside:
     input_norm: Norm
     output_norm: Norm
 
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        return self.mlp_norm, self.input_norm, self.output_norm
-
     def added(self, ops: Operations, x: Tensor, update: Product) -> Tensor:
         """Both blocks' output for the residual stream x [B, n, H]. update: the MLP's output for x."""
         found = _summed(ops, self.block.summed_over, self.block.module(x, apply_norm(ops, self.input_norm, x)))

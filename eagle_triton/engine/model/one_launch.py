@@ -72,7 +72,7 @@ def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
     for index, layer in enumerate(layers):
         if (reason := _unsupported_layer(layer, layers[0])) is not None:
             return f"layer {index} {reason}"
-    norms = [norm, *(norm for layer in layers for norm in layer.norms)]
+    norms = [norm, *(norm for layer in layers for norm in (layer.input_norm, layer.post_norm) if norm is not None)]
     norms += [norm for layer in layers for norm in _head_norms(layer)]
     if any(norm.zero_centred or not norm.round_first or norm.eps != norms[0].eps for norm in norms):
         return "the norms are zero-centred, round after their weight, or differ in eps"
