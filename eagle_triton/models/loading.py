@@ -38,6 +38,9 @@ HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 
 EMBEDDING = "embed_tokens.weight"  # the end of its name in every supported target
 
+# transformers' name of the argument
+DTYPE = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # access to the hub
 OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # only for the target
 
@@ -220,7 +223,7 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
             raise ValueError("tp_plan needs several processes: start them with torchrun --nproc-per-node N")
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
     kwargs.pop("torch_dtype", None)
-    kwargs["dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"] = dtype
+    kwargs[DTYPE] = dtype
     named = f"{whose} {path!r}"
     try:
         model, info = _reader_of(path, kwargs)(path, kwargs)
@@ -275,9 +278,8 @@ def load_assistant(path: str, target: nn.Module) -> nn.Module:
     path: a directory or hub id. Raises FileNotFoundError for missing files, ValueError if it cannot be read.
     """
     beside, named = next(target.parameters()), f"draft {path!r}"
-    dtype = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **{dtype: beside.dtype})
+        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **{DTYPE: beside.dtype})
     except OSError as error:
         raise FileNotFoundError(f"{named}: {error}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:  # also of a config.json of another kind
