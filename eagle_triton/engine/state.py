@@ -264,11 +264,7 @@ class DecodeState:
         self.spec = spec
         self._firsts: dict[int, DecodeState] = {}  # of the first sequences, by their number
         self._share(sequences)
-        batch, nodes, device = sequences.slots, spec.nodes, sequences.device
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch, *shape, dtype=dtype, device=device)
-
+        nodes, zeros = spec.nodes, self._zeros
         self.tree = Tree(
             zeros(nodes, dtype=torch.int64),
             zeros(nodes, dtype=torch.int32),
@@ -289,8 +285,11 @@ class DecodeState:
         # [B, D + 2, 2, TOP_LOGPROBS] float64: the likeliest tokens at the same places
         self.token_tops: Tensor | None = None
         self.draft_tree_tensors: Any = (
-            None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
+            None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, self.batch, sequences.device)
         )
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.batch, *shape, dtype=dtype, device=self.sequences.device)
 
     def first(self, slots: int) -> DecodeState:
         """The state of the first `slots` sequences, always the same object."""
@@ -314,8 +313,7 @@ class DecodeState:
         """Allocate the target's logits of each token of a step, and of the roots."""
         self.sequences.add_logits()
         if self.token_logits is None:
-            shape = (self.batch, self.spec.depth + 2, self.sequences.vocabulary)
-            self.token_logits = torch.zeros(shape, dtype=torch.float32, device=self.lengths.device)
+            self.token_logits = self._zeros(self.spec.depth + 2, self.sequences.vocabulary, dtype=torch.float32)
 
     def add_masks(self) -> None:
         """Allocate the masks of grammars, all off."""
@@ -325,18 +323,16 @@ class DecodeState:
             allowed = torch.full(shape, -1, dtype=torch.int32, device=device)
             pinned = device.type == "cuda"
             written = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True) if pinned else allowed
-            restricted = torch.zeros(self.batch, dtype=torch.bool, device=device)
-            most = min(self.spec.depth, self.spec.drafts)
-            forced = torch.full((self.batch, most), -1, dtype=torch.int64, device=device)
-            self.masks = TokenMasks(allowed, restricted, written, forced)
+            forced = self._zeros(min(self.spec.depth, self.spec.drafts), dtype=torch.int64).fill_(-1)
+            self.masks = TokenMasks(allowed, self._zeros(dtype=torch.bool), written, forced)
 
     def add_tops(self) -> None:
         """Allocate the likeliest tokens beside each token of a step, and beside the roots."""
         self.sequences.add_tops()
         assert self.sequences.root_tops is not None
         if self.token_tops is None:
-            shape = (self.batch, self.spec.depth + 2, *self.sequences.root_tops.shape[1:])
-            self.token_tops = torch.zeros(shape, dtype=torch.float64, device=self.lengths.device)
+            sizes = self.sequences.root_tops.shape[1:]
+            self.token_tops = self._zeros(self.spec.depth + 2, *sizes, dtype=torch.float64)
 
     def limited(self, levels: int | None) -> DecodeState:
         """The same tensors, but the draft scores at most `levels` levels for the next tree; None: all."""
