@@ -187,7 +187,8 @@ def random_model(
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     sizes = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, **SHAPES[shape]}
-    draft_vocab = sizes.pop("draft_vocab_size", DRAFT_VOCABULARY) if eagle3 else sizes["vocab_size"]
+    draft_vocab = sizes.pop("draft_vocab_size", DRAFT_VOCABULARY)
+    draft_vocab = draft_vocab if eagle3 else sizes["vocab_size"]
     no_tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     kind, text = sizes.pop("model_type", "llama"), dict(**sizes, **no_tokens, tie_word_embeddings=False)
     config: Any = AutoConfig.for_model(kind, **text)
