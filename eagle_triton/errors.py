@@ -11,3 +11,10 @@ class UnsupportedModelError(ValueError):
 
     def __init__(self, message: str, section: str = "families"):
         super().__init__(f"{message} (docs/limits.md#{section})")
+
+
+class UnknownLayerError(UnsupportedModelError):
+    """A layer, or what the configuration says of layers, is none that the engine knows: docs/limits.md#layer-types."""
+
+    def __init__(self, message: str):
+        super().__init__(message, "layer-types")

@@ -451,7 +451,7 @@ def test_copies_of_the_targets_matrices_are_not_kept():
             "mask_token_id must be a row of the embedding, 0..15, got 16",
         ),
         (dict(sliding_window=4, use_sliding_window=True, max_window_layers=1), "must cover the block of 6 rows, got 4"),
-        (dict(num_target_layers=7), "trained for 7 layers, the target has 6"),
+        (dict(num_target_layers=7), "trained for num_target_layers 7, the target has 6"),
         (dict(dflash_config=dict(mask_token_id=1, target_layer_ids=[1, 5])), r"inputs of layers \[2, 6\]"),
         (dict(dflash_config=dict(target_layer_ids=[1, 2, 3])), "lacks mask_token_id"),
         (dict(hidden_size=32), "hidden_size is 32, but 64 in the target"),

@@ -89,10 +89,6 @@ class Recurrence(Mixer):
             pending.copy_(x)
         return h @ self.weight.T
 
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        yield self.weight
-
 
 class RecurrentModule(nn.Module):
     """The same over whole sequences, token by token, in the place of a Hugging Face layer's attention."""

@@ -316,7 +316,7 @@ def test_without_its_kernel_the_separate_ones_run(monkeypatch):
     def fails(*args):
         raise KernelError(one_launch._kernel().one_launch_kernel, ValueError("no such instruction"))
 
-    monkeypatch.setattr(one_launch.OneLaunch, "_launch", fails)
+    monkeypatch.setattr(one_launch, "launch", fails)
     monkeypatch.setattr("eagle_triton.runtime.fallback._gluon_modules", {})
     token, lengths = torch.tensor([[5]]), torch.tensor([3], dtype=torch.int32)
     assert made(ops, token, caches, lengths) is None and told == ["one_launch"]

@@ -45,7 +45,7 @@ class Model:
 
     def __init__(self, limit: int | None):
         self.pool = PagePool(limit)
-        self.pool.memory(self, 1, 1, 1, torch.float32, torch.device("cpu"))
+        self.pool.memory(self, (1, 2, 1, 1), torch.float32, torch.device("cpu"))
         self.pages = SlotPages(self.pool, 8, 640, torch.device("cpu"))
         self.queue = PromptQueue(packed=True, unread=self.pool.unread)
         self.content: dict[int, tuple[int, ...]] = {}  # of pages that were read: all tokens up to the one behind

@@ -390,7 +390,7 @@ def test_a_pool_grows_where_all_have_memory():
         return [value, "the other has none" if len(said) > 1 else None]
 
     pool = PagePool(all_gather_object=all_gather_object)
-    pool.memory(pool, 1, 1, 8, torch.float32, torch.device("cpu"))
+    pool.memory(pool, (1, 2, 1, 8), torch.float32, torch.device("cpu"))
     pages = pool.take(1)
     count = pool.pages
     with pytest.raises(CacheFullError, match="the other has none"):

@@ -225,8 +225,9 @@ MUTATIONS = [
     Mutation(
         "stop tokens of a slot's last request stay",
         "engine/scheduler/slot_options.py",
-        "stops.ids[slots] = upload(ids, torch.int64, device)",
-        "stops.ids[slots] = stops.ids[slots].maximum(upload(ids, torch.int64, device))",
+        "tensor[slots] = upload(values, tensor.dtype, tensor.device)",
+        "old = tensor[slots] if tensor is stops.ids else -(2**31)\n"
+        "        tensor[slots] = upload(values, tensor.dtype, tensor.device).maximum(torch.as_tensor(old))",
         "tests/test_batch.py -k staggered",
     ),
     Mutation(
@@ -246,8 +247,8 @@ MUTATIONS = [
     Mutation(
         "catch-up begins one token early",
         "engine/drafts/beams.py",
-        "ops.sequence_rows(sequences.tokens, known + 1, steps)",
-        "ops.sequence_rows(sequences.tokens, known, steps)",
+        "ops.sequence_rows(sequences.tokens, known + 1, features.shape[1])",
+        "ops.sequence_rows(sequences.tokens, known, features.shape[1])",
         "tests/test_batch.py -k drafting_resumes",
     ),
     Mutation(
@@ -351,7 +352,7 @@ MUTATIONS = [
     Mutation(
         "what the draft keeps of the root is overwritten for all",
         "engine/drafts/beams.py",
-        "kept.copy_(torch.where(entering[:, None, None], output, kept))",
+        "kept.copy_(torch.where(where[:, None, None], output, kept))",
         "kept.copy_(output)",
         "tests/test_prefill.py -k leaves_the_others_trees",
     ),
@@ -379,15 +380,15 @@ MUTATIONS = [
     Mutation(
         "a failed forward is not read again",
         "engine/scheduler/batch_slots.py",
-        "        if self._prefill.read(forward, self._draft, ",
-        "        self._prompts.take(forward)\n        if self._prefill.read(forward, self._draft, ",
+        "        if self._prefill.read(forward, self.planner.draft, ",
+        "        self._prompts.take(forward)\n        if self._prefill.read(forward, self.planner.draft, ",
         "tests/test_prefill.py -k interrupt_while",
     ),
     Mutation(
         "a forward for which there was no memory is not read again",
         "engine/scheduler/batch_slots.py",
-        "self._embeddings_of(first), scores):\n            return 0\n",
-        "self._embeddings_of(first), scores):\n            pass\n",
+        "self._extras_of(forward.pieces[0].slot)):\n            return 0\n",
+        "self._extras_of(forward.pieces[0].slot)):\n            pass\n",
         "tests/test_prefill.py -k no_memory_for_a_long",
     ),
     Mutation(
@@ -470,7 +471,7 @@ MUTATIONS = [
     Mutation(
         "drafted requests find what was decoded plainly",
         "engine/scheduler/batch_slots.py",
-        'b"plain" if self._draft is None else b"drafts"',
+        'b"plain" if self.planner.draft is None else b"drafts"',
         'b"plain"',
         "tests/test_pages.py -k share_nothing",
     ),

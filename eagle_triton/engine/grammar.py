@@ -168,7 +168,10 @@ class Matcher:
         Forbidden nodes, and nodes after the end, are never reached. Their masks are not written. Raises as
         `write_mask`.
         """
-        children = _children(tree.tokens, tree.parents)
+        children = defaultdict[int, list[int]](list)  # of each node, those that are drafts
+        for node, parent in enumerate(tree.parents):
+            if node and tree.tokens[node] >= 0:
+                children[parent].append(node)
 
         def visit(node: int) -> None:
             self.write_mask(masks[node])
@@ -183,15 +186,6 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(f"grammar: {_reason(self._matcher.get_error())}")
-
-
-def _children(tokens: Sequence[int], parents: Sequence[int]) -> defaultdict[int, list[int]]:
-    """The children of each node that are drafts."""
-    children = defaultdict[int, list[int]](list)
-    for node, parent in enumerate(parents):
-        if node and tokens[node] >= 0:
-            children[parent].append(node)
-    return children
 
 
 class GrammarCompiler:

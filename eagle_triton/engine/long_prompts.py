@@ -44,10 +44,9 @@ class LongPrompts:
         self._columns = max((heads * width for heads, _, width in known), default=0)  # of q
         self._shapes = sorted(known.union(shape for shape in draft_shapes if shape is not None))
         self._by_cudnn = ops.kernels and device.type == "cuda"
-        self._on = bool(known) and (self._can_be_faster() if wanted is None else wanted)
-
-    def _can_be_faster(self) -> bool:
-        return self._by_cudnn and self._kernels.unsupported(self._dtype, self._device) is None
+        if wanted is None:
+            wanted = self._by_cudnn and self._kernels.unsupported(dtype, device) is None
+        self._on = bool(known) and wanted
 
     @property
     def _kernels(self) -> ModuleType:

@@ -22,24 +22,8 @@ from eagle_triton.engine.state import DecodeState
 from eagle_triton.ops.attention_tiles import HeadSizes, KeyLayout, Splits, Tiles
 from eagle_triton.ops.layers.rotary import Rotation
 from eagle_triton.ops.linear.settings import MAX_ROWS, Settings, block_m_of, descriptors, launch_settings
+from eagle_triton.ops.megakernel import tensors as arguments
 from eagle_triton.ops.megakernel.kernel import draft_verify_update_kernel
-from eagle_triton.ops.megakernel.tensors import (
-    AttentionSizes,
-    DraftTensors,
-    HeadLayer,
-    HeadShape,
-    Plan,
-    ProductTiles,
-    Scanning,
-    SequenceTensors,
-    Sizes,
-    Stopping,
-    Target,
-    TreeShape,
-    TreeTensors,
-    Verified,
-    Workspace,
-)
 from eagle_triton.ops.tree import topk_chunk_of
 from eagle_triton.ops.views import Pages
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -294,10 +278,10 @@ class MegakernelStep:
         return cache
 
     @property
-    def _scanning(self) -> Scanning:
+    def _scanning(self) -> arguments.Scanning:
         part = min(4096, max(16, triton.next_power_of_2(self.view.vocab_size)))
         chunk = topk_chunk_of(vocabulary := len(self.head.weights["head"]))
-        return Scanning(part, triton.cdiv(self.view.vocab_size, part), chunk, triton.cdiv(vocabulary, chunk))
+        return arguments.Scanning(part, triton.cdiv(self.view.vocab_size, part), chunk, triton.cdiv(vocabulary, chunk))
 
     def _attention_settings(self) -> attention_settings.Settings:
         mixer, device = self.head.attention, self.view.device
@@ -326,11 +310,11 @@ class MegakernelStep:
         table = state.sequences.pages.table
         before = torch.empty(state.batch, dtype=torch.int32, device=view.device)
         return {
-            "target": Target(
+            "target": arguments.Target(
                 cache, layers * 2 * state.batch * heads, heads, cache.stride(2), view.vocab_size, view.feature_size
             ),
             "pages": Pages(table, table.stride(0)),
-            "sequences": SequenceTensors(
+            "sequences": arguments.SequenceTensors(
                 state.tokens,
                 state.tokens.shape[1],
                 state.lengths,
@@ -339,23 +323,25 @@ class MegakernelStep:
                 state.sampling.step,
                 before,
             ),
-            "verified": Verified(self.path, self.accepted, self.next_token, state.nan),
-            "stopping": Stopping(state.stops.ids, state.stops.ids.shape[1], state.stops.limit, state.stops.exact),
-            "tree": TreeTensors(*state.tree, nodes=spec.nodes),
-            "plan": Plan(levels.to(view.device), plan.chain, plan.beam_children, plan.selected),
-            "draft": DraftTensors(kept.caches.layer(0).data, kept.hidden, kept.normed),
+            "verified": arguments.Verified(self.path, self.accepted, self.next_token, state.nan),
+            "stopping": arguments.Stopping(
+                state.stops.ids, state.stops.ids.shape[1], state.stops.limit, state.stops.exact
+            ),
+            "tree": arguments.TreeTensors(*state.tree, nodes=spec.nodes),
+            "plan": arguments.Plan(levels.to(view.device), plan.chain, plan.beam_children, plan.selected),
+            "draft": arguments.DraftTensors(kept.caches.layer(0).data, kept.hidden, kept.normed),
             "layer": self._layer(),
             "sync_ptr": self.sync,
         }
 
-    def _layer(self) -> HeadLayer:
+    def _layer(self) -> arguments.HeadLayer:
         head, mixer, biases = self.head, self.head.attention, dict(self.head.biases)
         if any(biases[name] is not None for name in "qkv"):  # all or none
             for name in "qkv":
                 given, weight = biases[name], head.weights[name]
                 biases[name] = weight.new_zeros(len(weight), dtype=self.view.dtype) if given is None else given
         products: dict[str, Any] = {**head.weights, **{f"{name}_bias": bias for name, bias in biases.items()}}
-        return HeadLayer(
+        return arguments.HeadLayer(
             embedding=head.embedding,
             **products,
             vocabulary=len(head.weights["head"]),
@@ -373,7 +359,7 @@ class MegakernelStep:
             scale_log2=mixer.scale * math.log2(math.e),
         )
 
-    def _workspace(self, keys: attention_settings.Settings) -> Workspace:
+    def _workspace(self, keys: attention_settings.Settings) -> arguments.Workspace:
         """Memory in which phases pass data on."""
         state, spec, use, mixer = self.state, self.state.spec, self.launches, self.head.attention
         batch, rows, weights = state.batch, self.rows, self.head.weights
@@ -392,7 +378,7 @@ class MegakernelStep:
         def zeros(*shape: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=self.view.device)
 
-        return Workspace(
+        return arguments.Workspace(
             gathered=empty(batch * (spec.depth + 1), self.view.feature_size),
             products=empty(rows, products, kind=torch.float32),
             inputs=empty(rows, 2 * hidden),
@@ -421,7 +407,7 @@ class MegakernelStep:
             scratch=empty(batch, spec.nodes, kind=torch.int32),
         )
 
-    def _products(self, workspace: Workspace) -> tuple[dict[str, object], ProductTiles]:
+    def _products(self, workspace: arguments.Workspace) -> tuple[dict[str, object], arguments.ProductTiles]:
         """Descriptors of the products, by the kernel's arguments, and their tiles."""
         weights, use, eagle3 = self.head.weights, self.launches, self.head.eagle3
         block_m = block_m_of(self.rows)
@@ -439,7 +425,7 @@ class MegakernelStep:
             found = descriptors(tensors, block_m, use.mlp if name == "mlp" else tile)
             described |= dict(zip((f"{name}_in_desc", *(f"{weight}_desc" for weight in names)), found, strict=True))
         depths = [weight.shape[1] for weight in weights.values()]
-        tiles = ProductTiles(
+        tiles = arguments.ProductTiles(
             block_m,
             tile.block_n,
             tile.block_k,
@@ -456,11 +442,13 @@ class MegakernelStep:
         )
         return described, tiles
 
-    def _constants(self, keys: attention_settings.Settings, products: ProductTiles, tma: bool) -> Sizes:
+    def _constants(
+        self, keys: attention_settings.Settings, products: arguments.ProductTiles, tma: bool
+    ) -> arguments.Sizes:
         state, spec, head = self.state, self.state.spec, self.head
         mixer, weights = head.attention, head.weights
-        return Sizes(
-            HeadShape(
+        return arguments.Sizes(
+            arguments.HeadShape(
                 len(weights["o"]),
                 len(weights["gate"]),
                 mixer.num_kv_heads,
@@ -472,7 +460,7 @@ class MegakernelStep:
                 head.eagle3,
                 head.norm_before_residual,
             ),
-            TreeShape(
+            arguments.TreeShape(
                 state.batch,
                 spec.depth,
                 spec.top_k,
@@ -487,7 +475,7 @@ class MegakernelStep:
             self._scanning,
             products,
             Rotation(mixer.num_kv_heads, self._group, mixer.head_dim // 2, 0, products.qkv_splits),
-            AttentionSizes(
+            arguments.AttentionSizes(
                 KeyLayout(PAGE_ROWS, mixer.head_dim, self.plan.chain.shape[-1]),
                 HeadSizes(mixer.head_dim, self._group, mixer.num_kv_heads, word_order=False),
                 Splits(keys.splits, keys.splits, keys.min_tiles),

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.long_prompts import NO_MEMORY, LongPrompts
-from eagle_triton.engine.model.mixers import NewRows
+from eagle_triton.engine.model.mixers import NewRows, rows_at
 from eagle_triton.engine.model.model_view import ModelView, prompt_forward
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
@@ -44,6 +44,16 @@ class NaNLogitsError(RuntimeError):
     """The target's logits are NaN, so no token can be chosen."""
 
 
+class PromptExtras(NamedTuple):
+    """What a prompt needs besides its tokens. With either, it has its own forwards."""
+
+    embeddings: Tensor | None = None  # [L, H]: the target reads these instead of the tokens
+    scores: Tensor | None = None  # [L, ...]: where to write the results of `score_rows`
+
+
+NO_EXTRAS = PromptExtras()
+
+
 class PromptEnds(NamedTuple):
     """The target's outputs at the last token of each slot's prompt."""
 
@@ -57,7 +67,7 @@ class PromptEnds(NamedTuple):
 
     def keep(self, rows: Tensor, hidden: Tensor, features: Tensor) -> None:
         """Keep hidden [B, 1, H], and flat rows [B] of features [P, n, F]. Row -1: keep the old values."""
-        last = features.flatten(0, 1)[rows.clamp(min=0).long()][:, None]
+        last = rows_at(features, rows.clamp(min=0).long())
         for kept, found in zip(self, (hidden, last), strict=True):
             kept.copy_(torch.where((rows >= 0)[:, None, None], found, kept))
 
@@ -111,11 +121,11 @@ class Prefill:
         self._rehearsed: set[bool] = set()  # True: with a draft, False: without
 
     def write(self, prompts: Mapping[int, Tensor]) -> None:
-        """Write tokens and lengths of prompts [L] int64 to their slots. Steps of other slots write after them from now
-        on."""
+        """Write tokens and lengths of prompts [L] int64 on the host to their slots. Steps of other slots write after
+        them from now on."""
         sequences = self.sequences
         lengths = [len(prompt) for prompt in prompts.values()]
-        rows = _on(list(prompts.values()), sequences.device)
+        rows = to_device(pad_sequence(list(prompts.values()), batch_first=True), sequences.device)
         slots = upload(list(prompts), torch.int64, sequences.device)
         sequences.tokens[slots, : rows.shape[1]] = rows
         sequences.lengths[slots] = upload(lengths, torch.int32, sequences.device)
@@ -125,22 +135,19 @@ class Prefill:
         width = 1 + 2 * min(TOP_LOGPROBS, self.view.vocab_size)
         return torch.zeros(length, width, dtype=torch.float64, device=self.sequences.device)
 
-    def read(
-        self, forward: Forward, draft: Draft | None, embeddings: Tensor | None = None, scores: Tensor | None = None
-    ) -> bool:
-        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. embeddings [L, H]:
-        the target reads these instead of the tokens. scores [L, ...]: where to write the results of `score_rows`. With
-        either, all pieces are of one prompt.
+    def read(self, forward: Forward, draft: Draft | None, extras: PromptExtras = NO_EXTRAS) -> bool:
+        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. extras: of the
+        prompt, if all pieces are of one.
 
         Returns whether these prompts must be read again from the start, because memory ran out inside the forward.
         """
         if not self.packed:
             (piece,) = forward.pieces
-            self._read_alone(piece.slot, piece.end, draft, piece.start, embeddings, scores)
+            self._read_alone(piece.slot, piece.end, draft, piece.start, extras)
             return False
         self._inputs_of(forward).fill(forward)
-        if embeddings is not None or scores is not None:  # these have other addresses for each prompt
-            self._forward(forward, draft, embeddings=embeddings, scores=scores)
+        if any(extra is not None for extra in extras):  # these have other addresses for each prompt
+            self._forward(forward, draft, extras=extras)
             return False
         span = self._long_prompts.span_of(forward)
         if span is not None:
@@ -203,21 +210,16 @@ class Prefill:
         self._grow_trees(draft, state)
 
     def _forward(
-        self,
-        forward: Forward,
-        draft: Draft | None,
-        span: PromptSpan | None = None,
-        embeddings: Tensor | None = None,
-        scores: Tensor | None = None,
+        self, forward: Forward, draft: Draft | None, span: PromptSpan | None = None, extras: PromptExtras = NO_EXTRAS
     ) -> None:
-        inputs = self._inputs_of(forward)
+        inputs, (embeddings, scores) = self._inputs_of(forward), extras
         last = inputs.ends.clamp(min=0).long()
         pieces, wanted = inputs.pieces._replace(span=span), last if scores is None else None
         hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, wanted, embeddings)
         if scores is not None:
             for piece, rows in zip(forward.pieces, hidden, strict=False):  # later rows belong to empty pieces
                 score_rows(self.ops, self.view, self.sequences.tokens[piece.slot], rows, piece.start, piece.end, scores)
-            hidden = hidden.flatten(0, 1)[last][:, None]
+            hidden = rows_at(hidden, last)
         self.ends.keep(inputs.ends, hidden, features)
 
     def _inputs_of(self, forward: Forward) -> _Inputs:
@@ -227,18 +229,12 @@ class Prefill:
         return self._inputs[key]
 
     def _read_alone(
-        self,
-        slot: int,
-        length: int,
-        draft: Draft | None,
-        start: int = 0,
-        embeddings: Tensor | None = None,
-        scores: Tensor | None = None,
+        self, slot: int, length: int, draft: Draft | None, start: int = 0, extras: PromptExtras = NO_EXTRAS
     ) -> None:
         one = slice(slot, slot + 1)
         part = self.sequences.part(one)
         part.caches.clear()
-        outputs = read_prompts(self.ops, self.view, draft, part, length, start, embeddings, scores)
+        outputs = read_prompts(self.ops, self.view, draft, part, length, start, extras)
         for kept, found in zip(self.ends, outputs, strict=True):
             kept[one] = found
 
@@ -247,9 +243,13 @@ class Prefill:
         ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]
         logits = project(ops, self.view.head, self.ends.hidden[: state.batch])
         nan = logits.isnan().flatten(1).any(1) if mode.judge is None else torch.zeros_like(entering)
-        sequences.nan.copy_(torch.where(entering, nan, sequences.nan))
         step = sequences.sampling.step
-        step.copy_(torch.where(entering, sequences.first_step, step))
+
+        def put(kept: Tensor, value: Tensor) -> None:
+            kept.copy_(torch.where(entering.view(-1, *[1] * (kept.dim() - 1)), value, kept))
+
+        put(sequences.nan, nan)
+        put(step, sequences.first_step)
         raw = logits.clone() if mode.logits else logits
         if mode.masked:
             assert state.masks is not None, "call add_masks before a grammar's first token is chosen"
@@ -263,12 +263,11 @@ class Prefill:
         if mode.logprobs:
             logprob = token_logprobs(logits, root)[:, 0]
             sequences.begun.view(torch.float64)[:, 2] = logprob
-            sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
+            put(sequences.root_logprob, logprob)
         if mode.top_logprobs and sequences.root_tops is not None:
-            tops = top_logprobs(logits)[:, 0]
-            sequences.root_tops.copy_(torch.where(entering[:, None, None], tops, sequences.root_tops))
+            put(sequences.root_tops, top_logprobs(logits)[:, 0])
         if mode.logits and sequences.root_logits is not None:
-            sequences.root_logits.copy_(torch.where(entering[:, None], raw[:, 0].float(), sequences.root_logits))
+            put(sequences.root_logits, raw[:, 0].float())
 
     def _grow_trees(self, draft: Draft | None, state: DecodeState) -> None:
         ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]
@@ -306,7 +305,7 @@ def read_pieces(
     else:  # an embedding table with a row for each position
         view, tokens = replace(view, embedding=embeddings), pieces.columns(sequences.lengths)
     caches = sequences.caches.of_pieces(pieces, sequences.lengths)
-    rows = NewRows(pieces.seen, pieces.starts, None, None, span=pieces.span)
+    rows = NewRows(pieces.seen, pieces.starts, span=pieces.span)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:
         draft.read_prompt(ops, sequences, pieces, features)
@@ -320,20 +319,19 @@ def read_prompts(
     sequences: Sequences,
     length: int,
     start: int = 0,
-    embeddings: Tensor | None = None,
-    scores: Tensor | None = None,
+    extras: PromptExtras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor]:
     """Run the first `length` tokens of all sequences through target and draft, chunk by chunk.
 
-    start: the number of tokens that were read before. embeddings: see read_pieces. scores: of one sequence, see
-    score_rows. Returns the target's normed hidden states [B, 1, H] and features [B, 1, F] at the last tokens.
+    start: the number of tokens that were read before. extras: of the prompt, if there is one sequence. Returns the
+    target's normed hidden states [B, 1, H] and features [B, 1, F] at the last tokens.
     """
     for first in range(start, length, CHUNK):
         starts = torch.full_like(sequences.lengths, first)
         pieces = PromptChunks(None, starts, starts, min(CHUNK, length - first))
-        hidden, features = read_pieces(ops, view, draft, sequences, pieces, embeddings=embeddings)
-        if scores is not None:
-            score_rows(ops, view, sequences.tokens[0], hidden[0], first, min(first + CHUNK, length), scores)
+        hidden, features = read_pieces(ops, view, draft, sequences, pieces, embeddings=extras.embeddings)
+        if extras.scores is not None:
+            score_rows(ops, view, sequences.tokens[0], hidden[0], first, min(first + CHUNK, length), extras.scores)
     return hidden[:, -1:], features[:, -1:]
 
 
@@ -363,10 +361,3 @@ def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> 
         rules = state.sequences.rules
         logits = ops.process_logits(logits, tokens, tree.ancestors, rules, before, state.stops.ids)
     return verify(ops, logits, tree, 0, before, state.sampling, mode)[2][:, None]
-
-
-def _on(prompts: list[Tensor], device: torch.device) -> Tensor:
-    """Prompts [L] of any lengths as rows of one padded tensor on a device."""
-    if any(prompt.device != prompts[0].device for prompt in prompts):
-        prompts = [prompt.to(device) for prompt in prompts]
-    return to_device(pad_sequence(prompts, batch_first=True), device)

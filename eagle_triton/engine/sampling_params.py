@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from eagle_triton.engine.grammar import Grammar
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.sampling import SamplingTensors
-from eagle_triton.values import check_number
+from eagle_triton.values import check_number, checked_integer
 
 MIN_FLOAT32, MAX_FLOAT32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # as the device keeps them
 PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -62,7 +61,10 @@ class SamplingParams:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1] (0: off), got {self.min_p}")
         if self.seed is not None:
-            object.__setattr__(self, "seed", _seed(self.seed))
+            seed = checked_integer("seed", self.seed, kind="an integer or None")
+            if not -(2**63) <= seed < 2**63:
+                raise ValueError(f"seed must fit into 64 bits, got {seed}")
+            object.__setattr__(self, "seed", seed)
         if not MIN_FLOAT32 <= self.repetition_penalty <= MAX_FLOAT32:
             given = self.repetition_penalty
             raise ValueError(f"repetition_penalty must be a finite number > 0 (1: off) that float32 holds, got {given}")
@@ -135,15 +137,6 @@ class SamplingParams:
         for name, column in values.items():
             tensor = getattr(params, name)
             tensor[slots] = upload(column, tensor.dtype, tensor.device)
-
-
-def _seed(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"seed must be an integer or None, got {value!r}")
-    seed = operator.index(value)
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit into 64 bits, got {seed}")
-    return seed
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:

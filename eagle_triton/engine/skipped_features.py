@@ -58,5 +58,6 @@ def catch_up(ops: Operations, draft: Draft, sequences: Sequences, steps: int) ->
     """Let the draft take in the positions that it does not know: at most `steps` <= ROWS of each sequence. The draft
     writes this many rows for every sequence, also past the committed tokens."""
     assert sequences.skipped is not None, "plain steps have kept nothing"
-    draft.catch_up(ops, sequences, steps)
-    sequences.skipped.draft_lengths.copy_(sequences.lengths)
+    known = sequences.skipped.draft_lengths
+    draft.catch_up(ops, sequences, known, sequences.skipped.since(known, steps, sequences.lengths))
+    known.copy_(sequences.lengths)

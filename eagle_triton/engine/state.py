@@ -125,9 +125,7 @@ class Sequences:
         self.whole = self  # all slots; a part has only the first ones
         self._firsts: dict[int, Sequences] = {}  # parts of the whole, by number of slots
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=view.device)
-
+        zeros = self.zeros
         self.tokens = zeros(capacity + 1, dtype=torch.int64)  # the root at column `lengths`
         self.lengths = zeros(dtype=torch.int32)  # committed tokens, all in the target's cache
         self.prompt_lengths = zeros(dtype=torch.int32)
@@ -155,6 +153,10 @@ class Sequences:
         # log-probability (the bits of a float64)
         self.begun = zeros(3, dtype=torch.int64)
 
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A new tensor by slot, with this shape for each slot of the whole."""
+        return torch.zeros(self.whole.slots, *shape, dtype=dtype, device=self.device)
+
     def first(self, slots: int) -> Sequences:
         """The first `slots` sequences, always the same object."""
         whole = self.whole
@@ -178,31 +180,27 @@ class Sequences:
     def add_rules(self) -> None:
         """Allocate penalties, biases and least lengths, all off."""
         if self.rules is None:
-            slots, device = self.whole.slots, self.device
-            shape = (slots, self.vocabulary)
             rules = LogitRules(
-                penalty=torch.ones(slots, dtype=torch.float32, device=device),
-                bias=torch.zeros(shape, dtype=torch.float32, device=device),
-                seen=torch.zeros(shape, dtype=torch.uint8, device=device),
-                least=torch.zeros(slots, dtype=torch.int32, device=device),
-                presence=torch.zeros(slots, dtype=torch.float32, device=device),
-                frequency=torch.zeros(slots, dtype=torch.float32, device=device),
-                counts=torch.zeros(shape, dtype=torch.int32, device=device),
-                answer=torch.zeros(slots, dtype=torch.int32, device=device),
+                penalty=self.zeros(dtype=torch.float32).fill_(1),
+                bias=self.zeros(self.vocabulary, dtype=torch.float32),
+                seen=self.zeros(self.vocabulary, dtype=torch.uint8),
+                least=self.zeros(dtype=torch.int32),
+                presence=self.zeros(dtype=torch.float32),
+                frequency=self.zeros(dtype=torch.float32),
+                counts=self.zeros(self.vocabulary, dtype=torch.int32),
+                answer=self.zeros(dtype=torch.int32),
             )
             self.give(rules=rules)
 
     def add_logits(self) -> None:
         """Allocate the target's logits of the roots."""
         if self.root_logits is None:
-            shape = (self.whole.slots, self.vocabulary)
-            self.give(root_logits=torch.zeros(shape, dtype=torch.float32, device=self.device))
+            self.give(root_logits=self.zeros(self.vocabulary, dtype=torch.float32))
 
     def add_tops(self) -> None:
         """Allocate the likeliest tokens beside the roots."""
         if self.root_tops is None:
-            shape = (self.whole.slots, 2, min(TOP_LOGPROBS, self.vocabulary))
-            self.give(root_tops=torch.zeros(shape, dtype=torch.float64, device=self.device))
+            self.give(root_tops=self.zeros(2, min(TOP_LOGPROBS, self.vocabulary), dtype=torch.float64))
 
     def widen_stops(self, count: int) -> bool:
         """Make room for `count` stop tokens of a sequence. Returns whether this needed a new table."""
@@ -259,11 +257,7 @@ class DecodeState:
         self.spec = spec
         self._firsts: dict[int, DecodeState] = {}  # of the first sequences, by their number
         self._share(sequences)
-        batch, nodes, device = sequences.slots, spec.nodes, sequences.device
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch, *shape, dtype=dtype, device=device)
-
+        nodes, zeros = spec.nodes, self._zeros
         self.tree = Tree(
             zeros(nodes, dtype=torch.int64),
             zeros(nodes, dtype=torch.int32),
@@ -284,8 +278,11 @@ class DecodeState:
         # [B, D + 2, 2, TOP_LOGPROBS] float64: the likeliest tokens at the same places
         self.token_tops: Tensor | None = None
         self.draft_tree_tensors: Any = (
-            None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
+            None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, self.batch, sequences.device)
         )
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.batch, *shape, dtype=dtype, device=self.sequences.device)
 
     def first(self, slots: int) -> DecodeState:
         """The state of the first `slots` sequences, always the same object."""
@@ -309,8 +306,7 @@ class DecodeState:
         """Allocate the target's logits of each token of a step, and of the roots."""
         self.sequences.add_logits()
         if self.token_logits is None:
-            shape = (self.batch, self.spec.depth + 2, self.sequences.vocabulary)
-            self.token_logits = torch.zeros(shape, dtype=torch.float32, device=self.lengths.device)
+            self.token_logits = self._zeros(self.spec.depth + 2, self.sequences.vocabulary, dtype=torch.float32)
 
     def add_masks(self) -> None:
         """Allocate the masks of grammars, all off."""
@@ -320,18 +316,16 @@ class DecodeState:
             allowed = torch.full(shape, -1, dtype=torch.int32, device=device)
             pinned = device.type == "cuda"
             written = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True) if pinned else allowed
-            restricted = torch.zeros(self.batch, dtype=torch.bool, device=device)
-            most = min(self.spec.depth, self.spec.drafts)
-            forced = torch.full((self.batch, most), -1, dtype=torch.int64, device=device)
-            self.masks = TokenMasks(allowed, restricted, written, forced)
+            forced = self._zeros(min(self.spec.depth, self.spec.drafts), dtype=torch.int64).fill_(-1)
+            self.masks = TokenMasks(allowed, self._zeros(dtype=torch.bool), written, forced)
 
     def add_tops(self) -> None:
         """Allocate the likeliest tokens beside each token of a step, and beside the roots."""
         self.sequences.add_tops()
         assert self.sequences.root_tops is not None
         if self.token_tops is None:
-            shape = (self.batch, self.spec.depth + 2, *self.sequences.root_tops.shape[1:])
-            self.token_tops = torch.zeros(shape, dtype=torch.float64, device=self.lengths.device)
+            sizes = self.sequences.root_tops.shape[1:]
+            self.token_tops = self._zeros(self.spec.depth + 2, *sizes, dtype=torch.float64)
 
     def limited(self, levels: int | None) -> DecodeState:
         """The same tensors, but the draft scores at most `levels` levels for the next tree; None: all."""

@@ -97,7 +97,11 @@ def decode_step(
 
     megakernel: of this state; runs everything after the target forward in one launch.
     """
-    finish_step(ops, draft, state, mode, forward_tree(ops, view, draft, state, mode), megakernel)
+    outputs = forward_tree(ops, view, draft, state, mode)
+    state = state.limited(mode.levels)
+    raw, judged = _judged_logits(ops, state, mode, outputs)
+    path = verify_and_draft(ops, draft, state, judged, outputs.features, outputs.pending, mode, megakernel)
+    _report(ops, state, mode, outputs, raw, path)
 
 
 def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: DecodeState, mode: Mode) -> TreeOutputs:
@@ -127,23 +131,9 @@ def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: D
     return TreeOutputs(tokens, logits, features, pending, before, guide)
 
 
-def finish_step(
-    ops: Operations,
-    draft: Draft | None,
-    state: DecodeState,
-    mode: Mode,
-    outputs: TreeOutputs,
-    megakernel: MegakernelStep | None = None,
-) -> None:
-    """The rest of a step: everything after the target's forward."""
-    state = state.limited(mode.levels)
-    raw, judged = _judged_logits(ops, state, mode, outputs)
-    path = verify_and_draft(ops, draft, state, judged, outputs.features, outputs.pending, mode, megakernel)
-    _report(ops, state, mode, outputs, raw, path)
-
-
 def verify_tree(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutputs) -> VerifiedTree:
-    """`finish_step` up to the commit. After this `state.report` has the committed tokens and the next root."""
+    """The second part of a step, up to the commit. After this `state.report` has the committed tokens and the next
+    root."""
     raw, judged = _judged_logits(ops, state, mode, outputs)
     return VerifiedTree(raw, judged, verify_and_commit(ops, state, judged, outputs.pending, mode))
 
@@ -151,7 +141,7 @@ def verify_tree(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOu
 def draft_tree(
     ops: Operations, draft: Draft | None, state: DecodeState, mode: Mode, outputs: TreeOutputs, verified: VerifiedTree
 ) -> None:
-    """`finish_step` after the commit: the next tree, and the host's report on the verified one."""
+    """The rest of a step: the next tree, and the host's report on the verified one."""
     state = state.limited(mode.levels)
     _draft_next(ops, draft, state, verified.judged, outputs.features, verified.committed, mode)
     _report(ops, state, mode, outputs, verified.raw, verified.committed.path)
@@ -180,7 +170,10 @@ def _report(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutput
         rules.seen.scatter_(1, emitted, torch.where(steps_on, 1, rules.seen.gather(1, emitted)))
         rules.counts.scatter_add_(1, emitted, (committed & steps_on).int())
     if outputs.lengths is not None:
-        _report_logprobs(ops, state, logits, path, outputs.lengths)
+        # Temperature, filters, penalties and biases are not applied; what a grammar forbids is left out.
+        following = ops.sequence_rows(state.tokens, outputs.lengths, path.shape[1], 1)
+        values = token_logprobs(ops.gather_rows(logits, path), following)
+        _keep(state.logprobs_of(state.report), sequences.root_logprob, values, path)
     if mode.logits:
         _keep(state.token_logits, sequences.root_logits, ops.gather_rows(raw, path), path)
     if mode.top_logprobs:
@@ -309,21 +302,6 @@ def verify(
     path, accepted = ops.first_path(tree.parents, depth)
     last = ops.gather_rows(logits, path.gather(1, accepted[:, None].long()))
     return path, accepted, walk(last, root, 0, lengths + accepted)[2]
-
-
-def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:
-    """Write log-probabilities to the report of a step that began at lengths `before`, and keep the next root's.
-
-    logits [B, N, V]: the target's, without what a grammar forbids; temperature, filters, penalties and biases are not
-    applied.
-    """
-    following = ops.sequence_rows(state.tokens, before, path.shape[1], 1)
-    values = token_logprobs(ops.gather_rows(logits, path), following)
-    root, reported = state.sequences.root_logprob, state.logprobs_of(state.report)
-    reported[:, 0] = root
-    reported[:, 1:] = values
-    last = (path >= 0).sum(1, keepdim=True) - 1
-    root.copy_(values.gather(1, last)[:, 0])
 
 
 def _keep(kept: Tensor | None, root: Tensor | None, rows: Tensor, path: Tensor) -> None:

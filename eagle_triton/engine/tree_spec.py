@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 MAX_NODES = 64  # of trees with no requested size
 
@@ -122,8 +122,8 @@ class TreeSpec:
     @property
     def level_starts(self) -> tuple[int, ...]:
         """The flat index of each level's first candidate: one entry more than beam passes."""
-        before = (0, *accumulate(1 if level == 0 else self.beam_widths[level - 1] for level in range(self.beam_levels)))
-        return tuple(self.top_k * count for count in before[: self.beam_levels])
+        expanded = accumulate((0, 1, *self.beam_widths))  # nodes, before each level
+        return tuple(self.top_k * count for count in islice(expanded, self.beam_levels))
 
     @property
     def candidates(self) -> int:

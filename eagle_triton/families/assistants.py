@@ -14,7 +14,7 @@ from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.modules import Projection
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.errors import UnknownLayerError, UnsupportedModelError
 from eagle_triton.families.causal_lm import LayerReader
 from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
 from eagle_triton.families.reading.sharded import outputs_of
@@ -37,7 +37,7 @@ def draft_from_assistant(
             f"{root} is an assistant of {config.model_type} models on one device, and the target is {got}", "heads"
         )
     if reason := check_config(config, f"{root}.model"):
-        raise UnsupportedModelError(reason, "layer-types")
+        raise UnknownLayerError(reason)
     owners = [index for index, layer in enumerate(target.layers) if layer.mixer.reads_layer is None]
     sources = {expected.layer_types[index]: index for index in owners}  # the last of each kind
     read = ModuleReader(assistant, root, dtype=target.dtype)

@@ -15,7 +15,7 @@ from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.model.modules import Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.errors import UnknownLayerError, UnsupportedModelError
 from eagle_triton.families.reading.experts import RoutedExperts, own_experts, read_experts
 from eagle_triton.families.reading.gated_delta import read_gated_delta, read_short_conv
 from eagle_triton.families.reading.latent_attention import read_latent_attention
@@ -85,7 +85,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     config, family = text_config(model.config), family_of(model.config)
     assert family is not None
     if reason := check_config(config, where):
-        raise UnsupportedModelError(reason, "layer-types")
+        raise UnknownLayerError(reason)
     check_forward_fields(body, config, family, where)
     if family.scaled_embedding and not hasattr(body.embed_tokens, "embed_scale"):
         raise UnsupportedModelError(
@@ -100,6 +100,8 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
     norm = inner.norm(family.last_norm)
+    scale = read_embedding_scale(body.embed_tokens) * inner.factor(family.embedding_scale)
+    rooted = _field(config, family.root_scaled_embedding, False)
     view = ModelView(
         embedding=embedding,
         layers=layers,
@@ -110,7 +112,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
             divisor=float(_field(config, family.logit_divisor, 1.0)),
             cap=logit_cap(model.config),
         ),
-        embedding_scale=_embedding_scale(inner, config, family),
+        embedding_scale=scale * config.hidden_size**0.5 if rooted else scale,
         embedding_norm=inner.at("embed_tokens").norm("embed_norm", like=norm.weight)
         if family.normed_embedding
         else None,
@@ -126,22 +128,15 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     return view
 
 
-def _embedding_scale(inner: ModuleReader, config: Any, family: Family) -> float:
-    rooted = _field(config, family.root_scaled_embedding, False)
-    own = read_embedding_scale(inner.module.embed_tokens) * inner.factor(family.embedding_scale)
-    return own * config.hidden_size**0.5 if rooted else own
-
-
 def _read_layer_inputs(read: ModuleReader) -> LayerInputs | None:
     body, where = read.module, read.path
     if not hasattr(body, "embed_tokens_per_layer"):
         return None
     table = read.target_embedding("embed_tokens_per_layer")
     if not isinstance(table, torch.Tensor) or len(table) < len(body.embed_tokens.weight):
-        raise UnsupportedModelError(
+        raise UnknownLayerError(
             f"{where}.embed_tokens_per_layer must have a row for each of {len(body.embed_tokens.weight)} tokens on one "
-            f"device, got {len(table) if isinstance(table, torch.Tensor) else 'a part of them'}",
-            "layer-types",
+            f"device, got {len(table) if isinstance(table, torch.Tensor) else 'a part of them'}"
         )
     return LayerInputs(
         table=table,
@@ -166,55 +161,45 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
     """
     layers, used = len(body.layers), config.num_hidden_layers
     if len(range(layers)[:used]) < layers:
-        raise UnsupportedModelError(
+        raise UnknownLayerError(
             f"{where}.config.num_hidden_layers is {used}, so the forward would not use all {layers} layers: "
-            f"remove the other layers (model.layers = model.layers[:{used}]) or set it to {layers}",
-            "layer-types",
+            f"remove the other layers (model.layers = model.layers[:{used}]) or set it to {layers}"
         )
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
-        raise UnsupportedModelError(
-            f"{where}.config: attn_implementation must be 'sdpa' or 'eager', got {attention!r}", "layer-types"
-        )
+        raise UnknownLayerError(f"{where}.config: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")
     capped = _field(config, family.score_cap, None) is not None
     if attention == "sdpa" and capped and not getattr(type(body), "_supports_sdpa", True):
-        raise UnsupportedModelError(
+        raise UnknownLayerError(
             f"{where}.config: attn_implementation must be 'eager', got 'sdpa', which this transformers refuses for "
-            f"capped scores ({family.score_cap})",
-            "layer-types",
+            f"capped scores ({family.score_cap})"
         )
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     wrong = {"none": "sliding_attention", "all": "full_attention"}.get(family.window)
     for index, layer in enumerate(body.layers):
         if getattr(getattr(layer, "self_attn", None), "is_causal", True) is not True:
-            raise UnsupportedModelError(
-                f"{where}.layers.{index}.self_attn.is_causal must be True, got {layer.self_attn.is_causal!r}",
-                "layer-types",
+            raise UnknownLayerError(
+                f"{where}.layers.{index}.self_attn.is_causal must be True, got {layer.self_attn.is_causal!r}"
             )
         place = getattr(getattr(layer, "self_attn", None), "layer_idx", index)
         if place != index:
-            raise UnsupportedModelError(
+            raise UnknownLayerError(
                 f"{where}.layers.{index}.self_attn.layer_idx must be {index}, got {place}: the forward finds its "
-                "keys and values by it. Set it again after layers were removed, copied or moved",
-                "layer-types",
+                "keys and values by it. Set it again after layers were removed, copied or moved"
             )
         kind = kinds[index] if kinds else "sliding_attention"
         if kind not in LAYER_TYPES:
-            raise UnsupportedModelError(
-                f"{where}.config.layer_types[{index}] must be one of {LAYER_TYPES}, got {kind!r}", "layer-types"
-            )
+            raise UnknownLayerError(f"{where}.config.layer_types[{index}] must be one of {LAYER_TYPES}, got {kind!r}")
         if window is not None and kind == wrong:
             masks = "masks no window" if family.window == "none" else "masks a window in all layers"
-            raise UnsupportedModelError(
+            raise UnknownLayerError(
                 f"{where}.config.sliding_window is {window} and layer {index} is {kind}, but the forward of "
-                f"{config.model_type} {masks}: set sliding_window to None, or leave layer_types out",
-                "layer-types",
+                f"{config.model_type} {masks}: set sliding_window to None, or leave layer_types out"
             )
         if window is not None and window < 2 and kind == "sliding_attention" and family.window != "none":
-            raise UnsupportedModelError(
+            raise UnknownLayerError(
                 f"{where}.config.sliding_window must be at least 2, got {window}: with so small a window, transformers "
-                "keeps all tokens in its cache, so its forward sees more of them with a cache than without",
-                "layer-types",
+                "keeps all tokens in its cache, so its forward sees more of them with a cache than without"
             )
 
 
@@ -269,13 +254,6 @@ def draft_from_causal_lm(
         layer_inputs=view.layer_inputs,
         padding=max(others - mine, 0),
     )
-
-
-def _score_cap(config: Any, family: Family) -> float | None:
-    """The soft cap of attention scores; None: there is none. With "sdpa", transformers (5.17) ignores the cap."""
-    if getattr(config, "_attn_implementation", None) == "sdpa":
-        return None
-    return _field(config, family.score_cap, None)
 
 
 def _check_shared_experts(view: ModelView, where: str) -> None:
@@ -348,10 +326,9 @@ class LayerReader:
         owners = [i for i, other in enumerate(before) if not other.is_kv_shared_layer]
         sources = [i for i in owners if before[i].layer_type == mine.layer_type]
         if not sources:
-            raise UnsupportedModelError(
+            raise UnknownLayerError(
                 f"{readers[-1].path} reads the keys and values of an earlier layer of {mine.layer_type}, but no "
-                "earlier layer has any",
-                "layer-types",
+                "earlier layer has any"
             )
         return sources[-1]
 
@@ -376,7 +353,7 @@ class LayerReader:
             return None
         scale = read.value(name, torch.Tensor)
         if scale.shape != (1,):
-            raise UnsupportedModelError(f"{read.path}.{name} must be a tensor [1], got {[*scale.shape]}", "layer-types")
+            raise UnknownLayerError(f"{read.path}.{name} must be a tensor [1], got {[*scale.shape]}")
         return scale
 
     def _mixer(self, read: ModuleReader, index: int) -> Mixer:
@@ -394,6 +371,7 @@ class LayerReader:
             return read_latent_attention(attention, rotary)
         by_layer = getattr(config, "num_attention_heads_per_layer", None)
         heads = config.num_attention_heads if by_layer is None else by_layer[index]
+        ignores_cap = getattr(config, "_attn_implementation", None) == "sdpa"  # as in transformers (5.17)
         slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
         return read.attention(
             self._rotary_of(index, kinds),
@@ -402,7 +380,7 @@ class LayerReader:
             head_dim=attention.module.head_dim,
             scale=attention.value("scaling", (float, int)) * attention.factor(family.query_scale),
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
-            softcap=_score_cap(config, family),
+            softcap=None if ignores_cap else _field(config, family.score_cap, None),
             reads_layer=self._reads_layer(index),
             family=family,
         )
@@ -424,9 +402,7 @@ class LayerReader:
             rope_type = rope_type.get(kind, "default") if isinstance(rope_type, dict) else rope_type
             short = rope_type == "longrope" and short_rope_length(self._config) is not None
             if rope_type not in ROPE_TYPES and not short:
-                raise UnsupportedModelError(
-                    f"{self._rotary.path} must be one of {ROPE_TYPES}, got rope_type {rope_type!r}", "layer-types"
-                )
+                raise UnknownLayerError(f"{self._rotary.path} must be one of {ROPE_TYPES}, got rope_type {rope_type!r}")
             read = ModuleReader(module, self._rotary.path)
             inv_freq = read.value(f"{prefix}inv_freq")
             if short:  # inv_freq are those of the last forward; transformers 4 does not move the original ones

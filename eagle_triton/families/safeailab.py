@@ -18,7 +18,7 @@ from eagle_triton.engine.model.modules import Experts, Rotary
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.stop_rules import original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.errors import UnknownLayerError, UnsupportedModelError
 from eagle_triton.families import attention_forward as attention
 from eagle_triton.families.methods import drop, last, method_patch_point, observed, prompt, sequences, tree_of
 from eagle_triton.families.reading.module_reader import ModuleReader, check_dtype, read_rotary
@@ -169,7 +169,7 @@ def _rotary(owner: ModuleReader) -> Rotary:
     module, path, name = read.module, read.path, type(read.module).__name__
     rope_type = getattr(module, "rope_type", "dynamic" if "Dynamic" in name else "default")
     if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(f"{path} must be one of {ROPE_TYPES}, got {rope_type!r} ({name})", "layer-types")
+        raise UnknownLayerError(f"{path} must be one of {ROPE_TYPES}, got {rope_type!r} ({name})")
     if not (hasattr(module, "base") and hasattr(module, "dim")):
         return read_rotary(module.inv_freq, getattr(module, "attention_scaling", 1.0), path)
     # Its cosines were computed in fp32 before a cast to half precision rounded inv_freq, so compute inv_freq anew.

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle_triton.engine.drafts.eagle import Eagle1Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
-from eagle_triton.engine.model.mixers import KeyValues
+from eagle_triton.engine.model.mixers import KeyValues, NewRows
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import write_rows
 from eagle_triton.engine.prefill import CHUNK
@@ -95,7 +95,7 @@ def draft_patch_point(model: Any, engine: Engine) -> PatchPoint:
             state.lengths.fill_(first)
             features = hidden_states[:, first - known : after - known]
             following, caches = state.tokens[:, first + 1 : after + 1], state.sequences.draft_tensors.caches
-            hidden, normed = draft.take_in(ops, features, following, caches, state.lengths)
+            hidden, normed = draft.take_in(ops, features, following, caches, NewRows(state.lengths, state.lengths))
         state.lengths.fill_(length)
         ea_layer.stable_kv = KeptRows.of(state, length)
         newest[state] = length

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .heads import MLP, RMSNorm, rotate, rotation_at, steady_attention
+from .heads import MLP, RMSNorm, attended, rotate, rotation_at
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -114,7 +114,6 @@ class BlockAttention(nn.Module):
     def __init__(self, config: BlockDrafterConfig, causal: bool, window: int | None) -> None:
         super().__init__()
         self.head_dim, self.causal, self.window = config.head_dim, causal, window
-        self.groups = config.num_attention_heads // config.num_key_value_heads
         queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
@@ -135,14 +134,7 @@ class BlockAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query = rotate(query.transpose(1, 2), *(part[..., -rows:, :] for part in rotation))
         key, value = rotate(key.transpose(1, 2), *rotation), value.transpose(1, 2)
-        with steady_attention():
-            output = F.scaled_dot_product_attention(
-                query,
-                key.repeat_interleave(self.groups, dim=1),
-                value.repeat_interleave(self.groups, dim=1),
-                attn_mask=mask,
-            )
-        return self.o_proj(output.transpose(1, 2).flatten(2))
+        return self.o_proj(attended(query, key, value, mask))
 
     def mask(self, context: int, rows: int, device: torch.device) -> Tensor:
         """bool [rows, context + rows]: the rows of context and block that each of `rows` sees."""

@@ -122,11 +122,9 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     # names in DeepSpec (only DSpark's drafters have a Markov head), SpecForge and speculators
     dspark = "dspark" in (nested.get("projector_type"), raw.get("speculators_model_type"))
     shifted = config.get("sample_from_anchor", "num_anchors" in config or dspark or bool(config.get("shift_label")))
-    if speculators:
-        named, layers = "aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")
-    else:
-        named = "target_layer_ids"
-        layers = config.get("target_layer_ids")
+    named = "aux_hidden_state_layer_ids" if speculators else "target_layer_ids"
+    layers = config.get(named)
+    if not speculators:
         if layers is None and config.get("num_target_layers"):
             layers = default_target_layers(config["num_target_layers"], config["num_hidden_layers"])
         layers = None if layers is None else [layer + 1 for layer in layers]
@@ -219,17 +217,11 @@ def check_fits(config: BlockDrafterConfig, target: Any) -> None:
 
 def _check_training(config: Mapping[str, Any], target: Any) -> None:
     """Raise ValueError for a checkpoint that says that it was trained for another target."""
-    if config.get("target_hidden_size") not in (None, target.hidden_size):
-        raise ValueError(
-            f"{WHAT} and target do not fit: target_hidden_size is {config['target_hidden_size']}, the target's hidden "
-            f"size {target.hidden_size}"
-        )
-    count = target.num_hidden_layers
-    if config.get("num_target_layers") not in (None, count):
-        raise ValueError(
-            f"{WHAT} and target do not fit: it was trained for {config['num_target_layers']} layers, the target has "
-            f"{count}"
-        )
+    for name, has in (("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_hidden_layers)):
+        if config.get(name) not in (None, has):
+            raise ValueError(
+                f"{WHAT} and target do not fit: it was trained for {name} {config[name]}, the target has {has}"
+            )
 
 
 def _visibility(config: Mapping[str, Any], speculators: bool) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:

@@ -110,9 +110,8 @@ class Family:
     @property
     def config_fields(self) -> Iterator[str]:
         """Configuration fields that the row names. Modules have scales of embeddings and updates by the same names."""
-        yield from filter(None, (self.score_cap, self.embedding_scale, self.root_scaled_embedding, self.update_scale))
-        yield from filter(None, (self.query_scale, self.logit_divisor, self.logit_factor, self.logit_cap))
-        yield from filter(None, (self.rotary_interleave,))
+        names = self.score_cap, self.embedding_scale, self.root_scaled_embedding, self.update_scale, self.query_scale
+        yield from filter(None, (*names, self.logit_divisor, self.logit_factor, self.logit_cap, self.rotary_interleave))
         if self.rotary_by_layer:
             yield "layer_rope_theta"
         yield from self.shown_by_modules
@@ -129,7 +128,7 @@ EXPERTS = (
 )
 """Fields of mixtures of experts. families/reading/experts.py reads their effect from the modules."""
 MULTIPLIED: dict[str, Any] = dict(embedding_scale="embedding_multiplier", update_scale="residual_multiplier")
-GRANITE: dict[str, Any] = dict(**MULTIPLIED, logit_divisor="logits_scaling")
+GRANITE = Family(**MULTIPLIED, logit_divisor="logits_scaling", shown_by_modules=("attention_multiplier",))
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
 GLM4_MOE = Family(shown_by_modules=("use_qk_norm", *MTP_LAYERS, *EXPERTS))
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
@@ -161,6 +160,15 @@ LFM2 = Family(
     ),
 )
 
+GEMMA2 = Family(
+    norms=SANDWICH,
+    scaled_embedding=True,
+    window="by_layer",
+    score_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+    shown_by_modules=("query_pre_attn_scalar",),
+)
+
 GEMMA4 = Family(
     norms=SANDWICH,
     scaled_embedding=True,
@@ -189,11 +197,9 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         window="by_layer", rotary_switch="use_rope", shown_by_modules=("no_rope_layers", "no_rope_layer_interval")
     ),
-    "granite": Family(**GRANITE, shown_by_modules=("attention_multiplier",)),
-    "granite_swa": Family(
-        **GRANITE, window="by_layer", rotary_by_layer=True, shown_by_modules=("attention_multiplier",)
-    ),
-    "granitemoe": Family(**GRANITE, mlp="block_sparse_moe", shown_by_modules=("attention_multiplier", *EXPERTS)),
+    "granite": GRANITE,
+    "granite_swa": replace(GRANITE, window="by_layer", rotary_by_layer=True),
+    "granitemoe": replace(GRANITE, mlp="block_sparse_moe", shown_by_modules=(*GRANITE.shown_by_modules, *EXPERTS)),
     "hyperclovax": Family(
         **MULTIPLIED,
         logit_factor="logits_scaling",
@@ -237,27 +243,11 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(shown_by_modules=EXPERTS),
     "flex_olmo": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True, shown_by_modules=EXPERTS),
     "gemma": Family(scaled_embedding=True),
-    "gemma2": Family(
-        norms=SANDWICH,
-        scaled_embedding=True,
-        window="by_layer",
-        score_cap="attn_logit_softcapping",
-        logit_cap="final_logit_softcapping",
-        shown_by_modules=("query_pre_attn_scalar",),
-    ),
-    "vaultgemma": Family(
-        norms=("input_layernorm", None, "pre_feedforward_layernorm", None),
-        scaled_embedding=True,
-        window="by_layer",
-        score_cap="attn_logit_softcapping",
-        logit_cap="final_logit_softcapping",
-        shown_by_modules=("query_pre_attn_scalar",),
-    ),
-    "gemma3_text": Family(
-        norms=SANDWICH,
-        scaled_embedding=True,
-        window="by_layer",
-        logit_cap="final_logit_softcapping",
+    "gemma2": GEMMA2,
+    "vaultgemma": replace(GEMMA2, norms=("input_layernorm", None, "pre_feedforward_layernorm", None)),
+    "gemma3_text": replace(
+        GEMMA2,
+        score_cap=None,
         shown_by_modules=("query_pre_attn_scalar", "_sliding_window_pattern", "attn_logit_softcapping"),
     ),
     "gemma4_text": replace(

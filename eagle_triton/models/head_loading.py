@@ -8,7 +8,7 @@ before anything is built.
 
 import json
 import pickle
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,6 @@ def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str,
     return renamed
 
 
-def is_eagle3(tensors: Iterable[str]) -> bool:
-    """Whether these are the tensor names of an EAGLE-3 head, in either layout: only it norms the hidden states."""
-    return any(name.endswith("hidden_norm.weight") for name in tensors)
-
-
 def settle_biases(config: DraftConfig, tensors: dict[str, Tensor]) -> DraftConfig:
     """The config with the biases that the weights have. Configs name them differently, or not at all.
 
@@ -148,7 +143,7 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
             f'SpeculativeConfig(method="draft_model", model={path!r})'
         )
     config = read_draft_config(raw)
-    found = is_eagle3(tensors)
+    found = any(name.endswith("hidden_norm.weight") for name in tensors)  # only EAGLE-3 norms the hidden states
     if use_eagle3 is False and found:
         raise ValueError(f"draft head {path!r} is an EAGLE-3 head by its weights, got use_eagle3=False")
     if use_eagle3 and not found and not any("midlayer." in name for name in tensors):

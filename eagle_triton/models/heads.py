@@ -228,7 +228,6 @@ class Attention(nn.Module):
     def __init__(self, config: DraftConfig, input_size: int, bias: bool) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(input_size, query_size, bias=bias)
@@ -246,15 +245,16 @@ class Attention(nn.Module):
         query, key = rotate(query, *rotation), rotate(key, *rotation)
         if cache is not None:
             key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
-        with steady_attention():
-            output = F.scaled_dot_product_attention(
-                query,
-                key.repeat_interleave(self.groups, dim=1),
-                value.repeat_interleave(self.groups, dim=1),
-                attn_mask=mask,
-                is_causal=mask is None,
-            )
-        return self.o_proj(output.transpose(1, 2).flatten(2)), (key, value)
+        return self.o_proj(attended(query, key, value, mask)), (key, value)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped-query attention [B, T, Hq * d] of query [B, Hq, T, d], key and value [B, Hkv, S, d]. No mask: causal."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    with steady_attention():
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+    return output.transpose(1, 2).flatten(2)
 
 
 def steady_attention() -> AbstractContextManager[None]:

@@ -38,6 +38,9 @@ HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 
 EMBEDDING = "embed_tokens.weight"  # the end of its name in every supported target
 
+# transformers' name of the argument
+DTYPE = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # access to the hub
 OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # only for the target
 
@@ -213,11 +216,14 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     shapes that differ from config.json, without the package that a quantised target needs, for an invalid `tp_plan`,
     and for one without several processes.
     """
-    if kwargs.get("tp_plan") is not None:
-        _check_plan(kwargs["tp_plan"])
+    if (tp_plan := kwargs.get("tp_plan")) is not None:
+        if isinstance(tp_plan, str) and tp_plan != "auto":
+            raise ValueError(f'tp_plan must be "auto" (transformers\' plan for the model) or a plan, got {tp_plan!r}')
+        if "WORLD_SIZE" not in os.environ:
+            raise ValueError("tp_plan needs several processes: start them with torchrun --nproc-per-node N")
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
     kwargs.pop("torch_dtype", None)
-    kwargs["dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"] = dtype
+    kwargs[DTYPE] = dtype
     named = f"{whose} {path!r}"
     try:
         model, info = _reader_of(path, kwargs)(path, kwargs)
@@ -272,9 +278,8 @@ def load_assistant(path: str, target: nn.Module) -> nn.Module:
     path: a directory or hub id. Raises FileNotFoundError for missing files, ValueError if it cannot be read.
     """
     beside, named = next(target.parameters()), f"draft {path!r}"
-    dtype = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **{dtype: beside.dtype})
+        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **{DTYPE: beside.dtype})
     except OSError as error:
         raise FileNotFoundError(f"{named}: {error}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:  # also of a config.json of another kind
@@ -395,13 +400,6 @@ def _check_no_head(named: str, tensors: Iterable[str]) -> None:
             f"{named} is a draft head (it has fc.weight), not a causal language model: give it as the head "
             "(--head, for a block drafter --block-drafter, or draft_model of EAGLEInference)"
         )
-
-
-def _check_plan(tp_plan: Any) -> None:
-    if isinstance(tp_plan, str) and tp_plan != "auto":
-        raise ValueError(f'tp_plan must be "auto" (transformers\' plan for the model) or a plan, got {tp_plan!r}')
-    if "WORLD_SIZE" not in os.environ:
-        raise ValueError("tp_plan needs several processes: start them with torchrun --nproc-per-node N")
 
 
 def _in_one_dtype(model: Any, dtype: Any) -> nn.Module:

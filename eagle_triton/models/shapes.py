@@ -30,14 +30,16 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
     )
 
 
-_OF_QWEN3 = dict(vocab_size=151936, draft_vocab_size=32000, head_dim=128)
+STD, SEED = 0.02, 0  # of random weights
+DRAFT_VOCABULARY = 32000  # of an EAGLE-3 head
+_OF_QWEN3 = dict(vocab_size=151936, head_dim=128)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _sizes(64, 128, 8, 4, 2, vocab_size=512, draft_vocab_size=128),
-    "llama-3.2-1b": _sizes(2048, 8192, 16, 32, 8, vocab_size=128256, draft_vocab_size=32000),
-    "llama-3.2-3b": _sizes(3072, 8192, 28, 24, 8, vocab_size=128256, draft_vocab_size=32000),
-    "llama-3.1-8b": _sizes(4096, 14336, 32, 32, 8, vocab_size=128256, draft_vocab_size=32000),
-    "llama-3.3-70b": _sizes(8192, 28672, 80, 64, 8, vocab_size=128256, draft_vocab_size=32000),
+    "llama-3.2-1b": _sizes(2048, 8192, 16, 32, 8, vocab_size=128256),
+    "llama-3.2-3b": _sizes(3072, 8192, 28, 24, 8, vocab_size=128256),
+    "llama-3.1-8b": _sizes(4096, 14336, 32, 32, 8, vocab_size=128256),
+    "llama-3.3-70b": _sizes(8192, 28672, 80, 64, 8, vocab_size=128256),
     "qwen3-0.6b": _sizes(1024, 3072, 28, 16, 8, model_type="qwen3", **_OF_QWEN3),
     "qwen3-4b": _sizes(2560, 9728, 36, 32, 8, model_type="qwen3", **_OF_QWEN3),
     "qwen3-8b": _sizes(4096, 12288, 36, 32, 8, model_type="qwen3", **_OF_QWEN3),
@@ -57,7 +59,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_local_experts=8,
         num_experts_per_tok=2,
         vocab_size=32000,
-        draft_vocab_size=32000,
     ),
     "gpt-oss-20b": _sizes(
         *(2880, 2880, 24, 64, 8),
@@ -67,7 +68,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_local_experts=32,
         num_experts_per_tok=4,
         vocab_size=201088,
-        draft_vocab_size=32000,
     ),
     "glm-4.7-flash": _sizes(
         *(2048, 10240, 47, 20, 20),
@@ -85,7 +85,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.8,
         norm_topk_prob=True,
         vocab_size=154880,
-        draft_vocab_size=32000,
     ),
     "gemma3-12b": _sizes(
         *(3840, 15360, 48, 16, 8),
@@ -94,7 +93,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         query_pre_attn_scalar=256,
         sliding_window=1024,
         vocab_size=262208,
-        draft_vocab_size=32000,
     ),
     "muse-glimmer-30b": _sizes(
         *(6656, 19968, 52, 32, 2),
@@ -103,17 +101,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=2048,
         qk_scale_factor=1.0,  # published: 3.87, with which rounding decides what random weights attend to
         vocab_size=202048,
-        draft_vocab_size=32000,
     ),
     "phi4-mini": _sizes(
         *(3072, 8192, 32, 24, 8),
         model_type="phi3",
         partial_rotary_factor=0.75,
         vocab_size=200064,
-        draft_vocab_size=32000,
     ),
 }
-"""Targets: a `model_type` (default: Llama's), sizes, and the size of their heads' draft vocabulary.
+"""Targets: a `model_type` (default: Llama's), sizes, and the size of their heads' draft vocabulary (default:
+DRAFT_VOCABULARY).
 
 Layers and sizes are the published ones. The vocabulary projection always has its own matrix, and rotary frequencies are
 not the checkpoints': phi4-mini has no longrope.
@@ -140,11 +137,7 @@ HYBRIDS: dict[str, dict[str, int]] = {
 
 
 def random_hybrid(
-    shape: str,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    std: float = 0.02,
-    seed: int = 0,
+    shape: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, MTPHead]:
     """A Qwen3.5 of a shape in HYBRIDS and a multi-token-prediction layer for it, with random weights.
 
@@ -158,7 +151,7 @@ def random_hybrid(
     config = Qwen3_5TextConfig(
         **HYBRIDS[shape], rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
     rotary = type(model.model.rotary_emb)(config=config)
@@ -166,7 +159,7 @@ def random_hybrid(
     model.model.rotary_emb = rotary.to(device)
     head = MTPHead([new_unit(model)]).to(dtype).to_empty(device=device)
     for module in (model, head):
-        _randomise(module, std, norms=0.0)  # zero-centred
+        _randomise(module, norms=0.0)  # zero-centred
         for name, parameter in module.named_parameters():
             if name.endswith(("linear_attn.norm.weight", "dt_bias")):
                 nn.init.ones_(parameter)
@@ -180,8 +173,7 @@ def random_model(
     eagle3: bool = True,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    std: float = 0.02,
-    seed: int = 0,
+    std: float = STD,
     ranks: int = 1,
     **tree: Any,
 ) -> EaModel:
@@ -195,7 +187,7 @@ def random_model(
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     sizes = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, **SHAPES[shape]}
-    draft_vocab = sizes.pop("draft_vocab_size")
+    draft_vocab = sizes.pop("draft_vocab_size", DRAFT_VOCABULARY)
     draft_vocab = draft_vocab if eagle3 else sizes["vocab_size"]
     no_tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     kind, text = sizes.pop("model_type", "llama"), dict(**sizes, **no_tokens, tie_word_embeddings=False)
@@ -207,7 +199,7 @@ def random_model(
         config = AutoConfig.for_model("muse_glimmer", text_config=text, vision_config=sees, tie_word_embeddings=False)
     of_head = dict(draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False, sliding_window=None)
     own = DraftConfig.from_dict({**sizes, **of_head})
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     with _made_in(dtype, "meta" if ranks > 1 else device):
         base = made.from_config(config)
     if ranks > 1:
@@ -224,7 +216,7 @@ def random_model(
     return EaModel(base, head, base_model_name_or_path=shape).eval()
 
 
-def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> BlockDrafter:
+def random_block_drafter(target: Any) -> BlockDrafter:
     """A DFlash drafter of BLOCK_LAYERS layers and BLOCK_SIZE rows, for a causal language model of a shape in SHAPES:
     with its device, dtype and layer sizes, and random weights as in `random_model`."""
     config, weight = text_config(target.config), target.get_input_embeddings().weight
@@ -242,10 +234,10 @@ def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> Block
         causal=(False,) * BLOCK_LAYERS,
         windows=(None,) * BLOCK_LAYERS,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     with _made_in(weight.dtype, weight.device):
         drafter = BlockDrafter(own)
-    _randomise(drafter, std)
+    _randomise(drafter)
     return drafter.eval()
 
 
@@ -281,7 +273,7 @@ def _quieten_experts(model: nn.Module) -> None:
             parameter.mul_(min(1.0, 1000.0 * parameter[0].numel() ** -0.5))
 
 
-def _randomise(module: nn.Module, std: float, norms: float | None = None) -> None:
+def _randomise(module: nn.Module, std: float = STD, norms: float | None = None) -> None:
     """Draw all but norms from N(0, std). norms: fill these with it; None: keep the ones or zeros of their class."""
     for name, parameter in module.named_parameters():
         with torch.no_grad():

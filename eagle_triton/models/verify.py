@@ -5,6 +5,8 @@ accepted with the target's probability of it. A rejected draft is removed from t
 (arXiv:2302.01318, with a point mass as the proposal).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -24,14 +26,11 @@ def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProce
     """
     if temperature <= 1e-5:
         return None
-    warpers = LogitsProcessorList()
-    if temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-    if 1e-8 <= top_p < 1.0:
-        warpers.append(TopPLogitsWarper(float(top_p)))
-    if top_k > 0:
-        warpers.append(_top_k_warper(top_k))
-    return warpers
+    return _without_neutral(
+        temperature != 1.0 and TemperatureLogitsWarper(float(temperature)),
+        1e-8 <= top_p < 1.0 and TopPLogitsWarper(float(top_p)),
+        top_k > 0 and _top_k_warper(top_k),
+    )
 
 
 def generate_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList | None:
@@ -48,16 +47,17 @@ def generate_warpers(temperature: float, top_k: int, top_p: float, min_p: float)
         )
     if temperature == 0:
         return None
-    warpers = LogitsProcessorList()
-    if temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-    if top_k > 0:
-        warpers.append(_top_k_warper(top_k))
-    if top_p < 1.0:
-        warpers.append(TopPLogitsWarper(float(top_p)))
-    if min_p > 0:
-        warpers.append(MinPLogitsWarper(float(min_p)))
-    return warpers
+    return _without_neutral(
+        temperature != 1.0 and TemperatureLogitsWarper(float(temperature)),
+        top_k > 0 and _top_k_warper(top_k),
+        top_p < 1.0 and TopPLogitsWarper(float(top_p)),
+        min_p > 0 and MinPLogitsWarper(float(min_p)),
+    )
+
+
+def _without_neutral(*warpers: Any) -> LogitsProcessorList:
+    """The warpers in this order, without False, which stands for one that would change nothing."""
+    return LogitsProcessorList(warper for warper in warpers if warper)
 
 
 def _top_k_warper(top_k: float) -> TopKLogitsWarper:

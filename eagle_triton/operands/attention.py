@@ -11,11 +11,6 @@ from eagle_triton.operands.ancestors import WORD
 from eagle_triton.operands.shapes import check_tensors
 
 
-def sides_of(value_width: int | None) -> int:
-    """The sides of a cache: keys and values, or one if values are the first `value_width` columns of keys."""
-    return 2 if value_width is None else 1
-
-
 def check_tree_attention(
     q: Tensor,
     cache: Tensor,
@@ -29,9 +24,10 @@ def check_tree_attention(
     softcap: float | None = None,
     value_width: int | None = None,
 ) -> None:
+    sides = 2 if value_width is None else 1  # keys and values, or keys with values in their first columns
     tensors = {
         "q": (q, "B N Hq d", None),
-        "cache": (cache, f"{sides_of(value_width)} {'B Hkv T d' if table is None else 'P Hkv R d'}", q.dtype),
+        "cache": (cache, f"{sides} {'B Hkv T d' if table is None else 'P Hkv R d'}", q.dtype),
         "table": (table, "B M>0", torch.int32),
         "lengths": (lengths, "B", torch.int32),
         "ancestors": (ancestors, "B N W>0", torch.int64),

@@ -10,14 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.operands.adaptive_length import (
-    EGAGConfig,
-    GuideTensors,
-    check_choose_gamma,
-    check_clip_depth,
-    check_row_entropy,
-    nats_of,
-)
+from eagle_triton.operands import adaptive_length as operands
+from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors
 
 
 def row_entropy(logits: Tensor) -> Tensor:
@@ -25,7 +19,7 @@ def row_entropy(logits: Tensor) -> Tensor:
 
     NaN for a row with a NaN or +inf, or with only -inf.
     """
-    check_row_entropy(logits)
+    operands.check_row_entropy(logits)
     return torch.special.entr(logits.float().softmax(dim=-1)).sum(dim=-1)
 
 
@@ -36,11 +30,11 @@ def choose_gamma(entropy: Tensor, lengths: Tensor, guide: GuideTensors, config: 
     before means the same root; its entropy counts once. A NaN gives gamma_min, and is left out of the average.
     Raises ValueError if shapes or dtypes do not fit, or without a gamma_max.
     """
-    check_choose_gamma(entropy, lengths, guide, config, vocabulary)
+    operands.check_choose_gamma(entropy, lengths, guide, config, vocabulary)
     assert config.gamma_max is not None
     _, former, _, kept = guide.values.unbind(1)
     before = torch.where(guide.root == lengths, kept, former)
-    h = (entropy / nats_of(config, vocabulary)).clamp(max=1.0).double()
+    h = (entropy / operands.nats_of(config, vocabulary)).clamp(max=1.0).double()
     averaged = torch.where(before.isnan(), h, config.ema_beta * before + (1 - config.ema_beta) * h)
     ema = torch.where(h.isnan(), before, averaged)
     gamma = ((1 - ema) * config.gamma_max + 1e-9).floor().clamp(config.gamma_min, config.gamma_max)
@@ -68,7 +62,7 @@ def clip_depth(
     if that is all levels, or all that fit.
     Raises ValueError if shapes or dtypes do not fit.
     """
-    check_clip_depth(tokens, scores, depths, guide, lengths, limits)
+    operands.check_clip_depth(tokens, scores, depths, guide, lengths, limits)
     gone = scores == float("-inf")
     room = limits - lengths - 1
     if levels is not None and config.gamma_max is not None:

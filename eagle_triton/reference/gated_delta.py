@@ -243,19 +243,15 @@ def commit_states(
     ValueError if shapes, dtypes or devices do not fit.
     """
     operands.check_commit_states(states, windows, raw, mixed, gates, path, accepted)
-    kept = windows.shape[2]
-    for layer in range(len(states)):
-        state, window = states[layer], windows[layer]
+    for layer, state in enumerate(states):
         _, k, v = _heads(mixed[layer], state)
         for step in range(path.shape[1]):
-            taken = step <= accepted
             node = path[:, step].clamp(min=0).long()
             pick = torch.arange(len(node), device=node.device), slice(None), node
             g, beta = gates[layer][pick[0], node].unbind(1)
             after = _next_state(state, k[pick], v[pick], g, beta)
-            state.copy_(torch.where(taken[:, None, None, None], after, state))
-            moved = torch.cat((window, raw[layer][pick[0], node][:, None]), dim=1)[:, 1:] if kept else window
-            window.copy_(torch.where(taken[:, None, None], moved, window))
+            state.copy_(torch.where((step <= accepted)[:, None, None, None], after, state))
+    commit_windows(windows, raw, path, accepted)
 
 
 def commit_windows(windows: Tensor, raw: Tensor, path: Tensor, accepted: Tensor) -> None:

@@ -12,17 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from eagle_triton.operands.grafting import (
-    FIRST,
-    MAX_COUNTED,
-    NEXT,
-    PRIOR_WEIGHT,
-    UNANIMOUS,
-    Grafted,
-    check_count_right,
-    check_estimate,
-    check_graft,
-)
+from eagle_triton.operands import grafting as operands
+from eagle_triton.operands.grafting import Grafted
 from eagle_triton.operands.suffix_match import RepeatDrafts
 
 
@@ -48,7 +39,7 @@ def graft(
 
     Raises ValueError if shapes or dtypes do not fit.
     """
-    check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates, parents)
+    operands.check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates, parents)
     count = candidates.shape[1]
     scores = torch.where(scores.isnan(), float("-inf"), scores)
     places = torch.empty_like(drafts.parents, dtype=torch.int64)  # the flat index of each draft
@@ -85,7 +76,7 @@ def draft_buckets(drafts: RepeatDrafts) -> Tensor:
     """The bucket of each draft, a number below BUCKETS: int64 [B]."""
     length = (drafts.match >= 4).long() + (drafts.match >= 8) + (drafts.match >= 16)
     agree = (drafts.occurrences >= 2).long() + (drafts.occurrences >= 4)
-    seen = torch.where(drafts.probs[:, 0] >= UNANIMOUS, agree, 3)
+    seen = torch.where(drafts.probs[:, 0] >= operands.UNANIMOUS, agree, 3)
     return drafts.from_ring.long() * 16 + length * 4 + seen
 
 
@@ -97,14 +88,14 @@ def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) ->
     on it is multiplied by the draft's share of the occurrences. Returns float32 [B, J], -inf in empty places, and
     writes each draft's bucket to `buckets` [B] int32. Raises ValueError if shapes or dtypes do not fit.
     """
-    check_estimate(drafts, counts, buckets)
+    operands.check_estimate(drafts, counts, buckets)
     bucket = draft_buckets(drafts)
     buckets.copy_(bucket)
-    first = torch.tensor(FIRST, dtype=torch.float32, device=counts.device).flatten()[bucket % 16]
-    prior = torch.full(drafts.probs.shape, NEXT, dtype=torch.float32, device=counts.device)
+    first = torch.tensor(operands.FIRST, dtype=torch.float32, device=counts.device).flatten()[bucket % 16]
+    prior = torch.full(drafts.probs.shape, operands.NEXT, dtype=torch.float32, device=counts.device)
     prior[:, 0] = first
     right, reached = counts[bucket].float().unbind(-1)
-    rates = (right + PRIOR_WEIGHT * prior) / (reached + PRIOR_WEIGHT)
+    rates = (right + operands.PRIOR_WEIGHT * prior) / (reached + operands.PRIOR_WEIGHT)
     shares = drafts.probs / drafts.probs[:, :1].clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(drafts.tokens >= 0, rates.log().cumsum(1) + shares.log(), -math.inf)
 
@@ -120,7 +111,7 @@ def count_right(
     counts: see `estimate_scores`; both numbers are halved at MAX_COUNTED observations. Raises ValueError if shapes or
     dtypes do not fit.
     """
-    check_count_right(counts, buckets, drafted, tokens, before, accepted)
+    operands.check_count_right(counts, buckets, drafted, tokens, before, accepted)
     places = torch.arange(drafted.shape[1], device=tokens.device)
     columns = (before.long()[:, None] + 1 + places).clamp(max=tokens.shape[1] - 1)
     right = (tokens.gather(1, columns) == drafted) & (drafted >= 0)
@@ -129,4 +120,4 @@ def count_right(
     reached &= (places <= accepted[:, None]) & (drafted >= 0)
     seen = torch.stack((right & reached, reached), -1).int()
     counts.index_add_(0, buckets, seen)
-    counts.copy_(torch.where(counts[..., 1:] >= MAX_COUNTED, counts // 2, counts))
+    counts.copy_(torch.where(counts[..., 1:] >= operands.MAX_COUNTED, counts // 2, counts))

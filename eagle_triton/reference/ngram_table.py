@@ -77,7 +77,8 @@ def _count(table: NgramTable, context: list[int], seen: list[tuple[int, float]])
     key = _context_key(context)
     place, known = _place_of(table.contexts, key)
     if not known:
-        if any(2 * used >= len(keys) for used, keys in _filled(table)):
+        contexts, grams = table.used.tolist()
+        if 2 * contexts >= len(table.contexts) or 2 * grams >= len(table.grams):
             return
         table.contexts[place] = table.contexts.new_tensor(key)
         table.used[0] += 1
@@ -93,10 +94,6 @@ def _count(table: NgramTable, context: list[int], seen: list[tuple[int, float]])
         table.counts[at] = count
         if count > float(table.best_counts[place]):
             table.best[place], table.best_counts[place] = token, count
-
-
-def _filled(table: NgramTable) -> list[tuple[int, Tensor]]:
-    return list(zip(table.used.tolist(), (table.contexts, table.grams), strict=True))
 
 
 def _next(table: NgramTable, slot: int, shortest: int, text: list[int]) -> int | None:

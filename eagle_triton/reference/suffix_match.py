@@ -24,19 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.operands.suffix_match import (
-    END,
-    SLACK,
-    Match,
-    RepeatDrafts,
-    SuffixDraft,
-    SuffixRules,
-    TokenRing,
-    check_match_lengths,
-    check_ngram_draft,
-    check_ngram_drafts,
-    check_suffix_drafts,
-)
+from eagle_triton.operands import suffix_match as operands
+from eagle_triton.operands.suffix_match import END, Match, RepeatDrafts, SuffixDraft, SuffixRules, TokenRing
 
 
 def match_lengths(store: Tensor, context: Tensor, limit: int | None = None) -> Tensor:
@@ -45,7 +34,7 @@ def match_lengths(store: Tensor, context: Tensor, limit: int | None = None) -> T
     store [S] int32 with END after every sequence, context [C] int32; returns [S] int32. Raises ValueError if shapes or
     dtypes do not fit, if the store does not end with END, or if limit is negative.
     """
-    check_match_lengths(store, context, limit)
+    operands.check_match_lengths(store, context, limit)
     longest = len(context) if limit is None else min(limit, len(context))
     lengths = torch.zeros_like(store)
     for m in range(1, longest + 1):
@@ -153,7 +142,7 @@ def _children(
         children = [max(children, key=lambda child: (len(child[1]), child[1][-1]))]
     for token, part in children:
         share = prob * Fraction(len(part), whole)
-        if share + SLACK >= rules.min_token_prob:
+        if share + operands.SLACK >= rules.min_token_prob:
             yield token, share, part
 
 
@@ -176,7 +165,7 @@ def ngram_draft(
     and generated tokens as one text. Raises ValueError if shapes or dtypes do not fit, unless
     1 <= min_ngram <= max_ngram, or for another `match`.
     """
-    check_ngram_draft(prompt, generated, max_ngram, min_ngram, match)
+    operands.check_ngram_draft(prompt, generated, max_ngram, min_ngram, match)
     end = prompt.new_tensor([END])
     if joined:
         texts = [torch.cat((prompt, generated, end))]
@@ -208,7 +197,7 @@ def suffix_drafts(
     and match; at most `places` J tokens are drafted. Ties go to the sequence's own tokens. Raises ValueError if shapes
     or dtypes do not fit.
     """
-    check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
+    operands.check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
     most = places if rules.max_spec_tokens is None else min(places, rules.max_spec_tokens)
     rules = replace(rules, max_spec_tokens=most)
     former = None if ring is None else _former_outputs(ring)
@@ -247,7 +236,7 @@ def ngram_drafts(
     tokens, lengths: see `suffix_drafts`; prompt_lengths [B] int32. Returns chains of at most `places` tokens, with
     probabilities 1. Raises ValueError like `suffix_drafts` and `ngram_draft`.
     """
-    check_ngram_drafts(tokens, lengths, prompt_lengths, places, max_ngram, min_ngram, match)
+    operands.check_ngram_drafts(tokens, lengths, prompt_lengths, places, max_ngram, min_ngram, match)
     drafts = []
     for row, length, prompt in zip(tokens, lengths.tolist(), prompt_lengths.tolist(), strict=True):
         known = row[: length + 1].int()

@@ -10,14 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_triton.operands import tree_decoding as operands
 from eagle_triton.operands.ancestors import WORD, pack_ancestors
-from eagle_triton.operands.tree_decoding import (
-    Expansion,
-    check_best_first_tree,
-    check_build_tree,
-    check_expand_beam,
-    check_offsets,
-)
+from eagle_triton.operands.tree_decoding import Expansion
 
 
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -26,7 +21,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
     logits [R, V]; returns log-probabilities float32 [R, k] and tokens int64 [R, k], plus offsets[token] if `offsets`
     [V] int64 is given (a draft vocabulary's d2t). NaN counts as -inf. Raises ValueError unless 1 <= k <= V.
     """
-    check_offsets(logits, offsets)
+    operands.check_offsets(logits, offsets)
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"topk: k must be in 1..{logits.shape[-1]}, got {k}")
     wide = logits.float()
@@ -61,7 +56,7 @@ def expand_beam(
     scores [B, P * K] float32 and the flat indices of the chosen [B, width] int64; they are parts of build_tree's
     arguments. Raises ValueError if shapes or dtypes do not fit.
     """
-    check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected, out)
+    operands.check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected, out)
     scores = (parent_scores[:, :, None] + log_probs).flatten(1)
     if selected is not None:
         chosen = selected.expand(len(scores), width)
@@ -102,7 +97,7 @@ def build_tree(
     choice is closed under parents. Returns (tokens, parents, depths, ancestors), see the module, in `out` if given.
     Raises ValueError if there are fewer than N - 1 candidates, or if shapes or dtypes do not fit.
     """
-    check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
+    operands.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
     if lengths is not None:
         root = root.gather(1, lengths.long().clamp(max=root.shape[1] - 1)[:, None])[:, 0]
     batch, drafts = len(root), nodes - 1
@@ -150,7 +145,7 @@ def best_first_tree(
     Returns (tokens, parents, depths, ancestors), see the module, in `out` if given, and the nodes' scores [B, N]
     float32, 0 for the root. Raises ValueError if there are fewer than N - 1 paths, or if shapes or dtypes do not fit.
     """
-    check_best_first_tree(root, log_probs, tokens, nodes, rows, lengths, out)
+    operands.check_best_first_tree(root, log_probs, tokens, nodes, rows, lengths, out)
     if lengths is not None:
         root = root.gather(1, lengths.long().clamp(max=root.shape[1] - 1)[:, None])[:, 0]
     batch, levels, _, k = log_probs.shape

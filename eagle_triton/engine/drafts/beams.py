@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import ClassVar, NamedTuple
@@ -18,7 +18,7 @@ from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, NewRows
 from eagle_triton.engine.model.model_view import Layer, decoder_layer
-from eagle_triton.engine.model.modules import Norm, Projection, add_norm, add_norm_for, project
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, add_norm_for, nbytes_of, project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
@@ -42,6 +42,11 @@ class BeamSlots(NamedTuple):
     hidden: Tensor  # [B, 1, H]: its output for the root, from which a tree of any shape grows
     normed: Tensor  # [B, 1, H]: the same, as its vocabulary projection reads it
     guide: GuideTensors | None = None  # EGAG's
+
+    def keep(self, outputs: Iterable[Tensor], where: Tensor) -> None:
+        """Keep a forward's outputs for the roots, two [B, 1, H], of the sequences in `where` [B] bool."""
+        for kept, output in zip((self.hidden, self.normed), outputs, strict=True):
+            kept.copy_(torch.where(where[:, None, None], output, kept))
 
 
 class DraftNodes(NamedTuple):
@@ -124,7 +129,7 @@ def with_rows(projection: Projection, ids: Tensor) -> Projection:
 
 def vocabulary_note(draft: ScoringDraft) -> str:
     """The report's note on a draft `with_vocabulary`."""
-    size = sum(tensor.nbytes for tensor in draft.head.tensors) / 2**20
+    size = nbytes_of(draft.head) / 2**20
     return f"{draft.vocabulary} of {draft.embedding.shape[0]} tokens are drafted; their rows are copies, {size:.1f} MiB"
 
 
@@ -361,8 +366,7 @@ class BeamDraft(ScoringDraft):
         return features
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        read = [*self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
-        return spec.beam_levels * sum(tensor.nbytes for tensor in read)
+        return spec.beam_levels * nbytes_of(self.head, self.layers)
 
     def new_slot_tensors(self, pages: SlotPages) -> BeamSlots:
         slots, device, dtype = pages.slots, pages.table.device, self.embedding.dtype
@@ -392,7 +396,7 @@ class BeamDraft(ScoringDraft):
         # `begin` takes in the prompt's last token, with the root after it
         known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
         caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
-        rows = NewRows(pieces.seen, pieces.starts, None, None, span=pieces.span)
+        rows = NewRows(pieces.seen, pieces.starts, span=pieces.span)
         self.remember(ops, DraftNodes(self.inputs_of(ops, features, rows), None, known), caches, rows)
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
@@ -402,55 +406,32 @@ class BeamDraft(ScoringDraft):
         root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
         before = self.rows(sequences.lengths - 1).clamp(min=0)
         first = torch.where(entering, before, sequences.capacity)  # rows of the others are not written
-        rows = NewRows(before, first, None, None)
-        nodes = DraftNodes(self.inputs_of(ops, features, rows), None, root)
-        outputs = self.forward(ops, nodes, mine.caches, rows)
-        for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
-            kept.copy_(torch.where(entering[:, None, None], output, kept))
+        mine.keep(self.take_in(ops, features, root, mine.caches, NewRows(before, first)), entering)
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         mine, plan = state.sequences.draft_tensors, state.draft_tree_tensors
         emitted = ops.sequence_rows(state.tokens, accepted.before, state.spec.depth + 1, 1)
-        outputs = self.take_in(
-            ops,
-            ops.gather_rows(features, accepted.path),
-            emitted,
-            mine.caches,
-            self.rows(accepted.before),
-            plan.chain,
-            plan.tune_for_nodes,
-        )
+        features, lengths = ops.gather_rows(features, accepted.path), self.rows(accepted.before)
+        rows = NewRows(lengths, lengths, ancestors=plan.chain, tune_for_nodes=plan.tune_for_nodes)
+        outputs = self.take_in(ops, features, emitted, mine.caches, rows)
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             ops.gather_rows(output, accepted.accepted[:, None], out=kept)
 
-    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        mine, skipped = sequences.draft_tensors, sequences.skipped
-        assert skipped is not None, "plain steps have kept nothing"
-        known = skipped.draft_lengths
-        tokens = ops.sequence_rows(sequences.tokens, known + 1, steps)
-        features = skipped.since(known, steps, sequences.lengths)
-        outputs = self.take_in(ops, features, tokens, mine.caches, self.rows(known))
-        last = (sequences.lengths - known - 1)[:, None, None].long()  # -1: nothing was new
-        for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
-            root = output.gather(1, last.clamp(min=0).expand_as(kept))
-            kept.copy_(torch.where(last >= 0, root, kept))
+    def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
+        mine: BeamSlots = sequences.draft_tensors
+        tokens = ops.sequence_rows(sequences.tokens, known + 1, features.shape[1])
+        lengths = self.rows(known)
+        outputs = self.take_in(ops, features, tokens, mine.caches, NewRows(lengths, lengths))
+        last = sequences.lengths - known - 1  # -1: nothing was new
+        mine.keep((ops.gather_rows(output, last[:, None]) for output in outputs), last >= 0)
 
     def take_in(
-        self,
-        ops: Operations,
-        features: Tensor,
-        tokens: Tensor,
-        caches: LayerCaches,
-        lengths: Tensor,
-        ancestors: Tensor | None = None,
-        tune_for_nodes: int | None = None,
+        self, ops: Operations, features: Tensor, tokens: Tensor, caches: LayerCaches, rows: NewRows
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over the target's features, for the n cache rows from `lengths` on.
+        """Run the layers over the target's features for n new rows, of which each sees those before it.
 
-        tokens [B, n] of these rows; features [B, n, F] of the positions before them. Each row sees those before it;
-        `ancestors` [B, n, W] may express this in bits. `tune_for_nodes`: see NewRows. Returns like `forward`.
+        tokens [B, n] of these rows; features [B, n, F] of the positions before them. Returns like `forward`.
         """
-        rows = NewRows(lengths, lengths, None, ancestors, tune_for_nodes=tune_for_nodes)
         return self.forward(ops, DraftNodes(self.inputs_of(ops, features, rows), None, tokens), caches, rows)
 
     def run_layers(
@@ -485,7 +466,8 @@ class BeamDraft(ScoringDraft):
         mine: BeamSlots = state.sequences.draft_tensors
         plan: BeamPlan = state.draft_tree_tensors
         spec, lengths, hidden, normed = state.spec, self.rows(state.lengths), mine.hidden, mine.normed
-        guide, rule = (mine.guide, self._rule(spec)) if spec.adaptive else (None, None)
+        guide, egag = (mine.guide, self.egag) if spec.adaptive else (None, None)
+        rule = None if egag is None else egag.within(spec.beam_levels)
         first_slot = levels = 0
 
         def score(level: int, chosen: Expansion | None) -> tuple[Tensor, Tensor]:
@@ -521,6 +503,3 @@ class BeamDraft(ScoringDraft):
         from what the vocabulary projection reads, [B, n / B, *]. tune_for_rows: see project."""
         logits = project(ops, self.head, normed, tune_for_rows).flatten(0, 1)
         return logits, *ops.topk(logits, top_k, offsets=self.d2t)
-
-    def _rule(self, spec: TreeSpec) -> EGAGConfig | None:
-        return None if self.egag is None else self.egag.within(spec.beam_levels)

@@ -7,9 +7,8 @@ the block's own, which the next step overwrites.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from eagle_triton.engine.drafts.beams import BeamPlan, Candidates, ScoringDraft
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
-from eagle_triton.engine.model.model_view import Layer, decoder_layer
+from eagle_triton.engine.model.model_view import decoder_layer
 from eagle_triton.engine.model.modules import (
     Norm,
     NormedUpdate,
@@ -29,6 +28,7 @@ from eagle_triton.engine.model.modules import (
     apply_norm,
     embed_norm,
     feed_forward,
+    nbytes_of,
     project,
     project_split,
 )
@@ -41,12 +41,6 @@ from eagle_triton.operands.suffix_match import RepeatDrafts
 from eagle_triton.operands.tree_decoding import Expansion
 from eagle_triton.runtime.row_formats import whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
-
-
-class BlockSlots(NamedTuple):
-    """A block draft's data for each sequence."""
-
-    caches: LayerCaches  # of its layers
 
 
 class BlockPlan(BeamPlan):
@@ -111,16 +105,12 @@ class Correction(ABC):
     first_level: int = 0  # levels above it are not corrected
 
     keeps_rest: ClassVar[bool] = True  # whether the other tokens of a row keep their probability
+    matrices: ClassVar[tuple[str, ...]]  # the attributes that `latent` reads whole
 
     @abstractmethod
     def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [B, 1, H] of a row, tokens [B, P] before it and states [B, P, S] of the paths before these -> latent
         vectors [B, P, r] and the states after the tokens."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Iterator[Tensor]:
-        """The matrices that `latent` reads whole."""
 
     @property
     def state_size(self) -> int | None:
@@ -143,13 +133,10 @@ class Selector(Correction):
     hidden: Projection  # [r, H]
 
     keeps_rest: ClassVar[bool] = False
+    matrices: ClassVar[tuple[str, ...]] = ("hidden",)
 
     def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return project(ops, self.hidden, hidden, len(hidden)) * self.predecessors[tokens], state
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        return self.hidden.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +146,13 @@ class MarkovHead(Correction):
     w1: Tensor  # [V, r]
     gate: Projection | None = None  # [r, H + r]
 
+    matrices: ClassVar[tuple[str, ...]] = ("gate",)
+
     def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         embedded = self.w1[tokens]
         if self.gate is not None:
             embedded = torch.sigmoid(project(ops, self.gate, _beside(hidden, embedded))) * embedded
         return embedded, state
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        if self.gate is not None:
-            yield from self.gate.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +162,8 @@ class RecurrentMarkovHead(Correction):
     w1: Tensor  # [V, r]
     joint: Projection  # [3 r, 2 r + H]
 
+    matrices: ClassVar[tuple[str, ...]] = ("joint",)
+
     @property
     def state_size(self) -> int:
         return self.w1.shape[1]
@@ -186,10 +172,6 @@ class RecurrentMarkovHead(Correction):
         inputs = torch.cat((state, self.w1[tokens], hidden.expand(-1, tokens.shape[1], -1)), dim=-1)
         gate, candidate, output = project(ops, self.joint, inputs).chunk(3, dim=-1)
         return torch.tanh(output), torch.lerp(torch.tanh(candidate), state, torch.sigmoid(gate))
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        return self.joint.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +184,8 @@ class Domino(Correction):
     recurrent: Tensor  # [3 S, S]
     projection: Projection  # [r, H + S]
 
+    matrices: ClassVar[tuple[str, ...]] = ("inputs", "recurrent", "projection")
+
     @property
     def state_size(self) -> int:
         return self.recurrent.shape[1]
@@ -211,10 +195,6 @@ class Domino(Correction):
         state = torch.gru_cell(embedded.flatten(0, 1), state.flatten(0, 1), self.inputs, self.recurrent)
         state = state.unflatten(0, tokens.shape)
         return torch.nn.functional.silu(project(ops, self.projection, _beside(hidden, state))), state
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (self.inputs, self.recurrent, *self.projection.tensors)
 
 
 def _beside(hidden: Tensor, paths: Tensor) -> Tensor:
@@ -288,20 +268,19 @@ class BlockDraft(ScoringDraft):
     def weight_bytes(self, spec: TreeSpec) -> int:
         if not spec.beam_levels:
             return 0
-        once = [*self.fc.tensors, *self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
-        once += [tensor for pair in self.convs for conv in pair for tensor in (conv.base, *conv.coefficients.tensors)]
-        correction = [] if self.correction is None else [*self.correction.tensors]
-        times = spec.beam_levels if self.by_levels else 1
-        return sum(tensor.nbytes for tensor in once) + times * sum(tensor.nbytes for tensor in correction)
+        once = nbytes_of(self.fc, self.head, self.layers, self.convs)
+        if self.correction is None:
+            return once
+        matrices = nbytes_of(*(getattr(self.correction, name) for name in self.correction.matrices))
+        return once + matrices * (spec.beam_levels if self.by_levels else 1)
 
     @property
     def by_levels(self) -> bool:
         """Whether each path has its own state, so its children are scored when it is chosen."""
         return self.correction is not None and self.correction.state_size is not None
 
-    def new_slot_tensors(self, pages: SlotPages) -> BlockSlots:
-        device = pages.table.device
-        return BlockSlots(LayerCaches(self.mixers, pages.slots, pages, self.embedding.dtype, device))
+    def new_slot_tensors(self, pages: SlotPages) -> LayerCaches:
+        return LayerCaches(self.mixers, pages.slots, pages, self.embedding.dtype, pages.table.device)
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
         if not spec.beam_levels:
@@ -311,19 +290,15 @@ class BlockDraft(ScoringDraft):
     # --- committed tokens ---
 
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
-        caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
-        self._remember(ops, features, caches, NewRows(pieces.seen, pieces.starts, None, None, span=pieces.span))
+        caches = sequences.draft_tensors.of_pieces(pieces, sequences.lengths)
+        self._remember(ops, features, caches, NewRows(pieces.seen, pieces.starts, span=pieces.span))
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
-        rows = NewRows(accepted.before, accepted.before, None, None)
-        self._remember(ops, ops.gather_rows(features, accepted.path), state.sequences.draft_tensors.caches, rows)
+        rows = NewRows(accepted.before, accepted.before)
+        self._remember(ops, ops.gather_rows(features, accepted.path), state.sequences.draft_tensors, rows)
 
-    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        skipped = sequences.skipped
-        assert skipped is not None, "plain steps have kept nothing"
-        known = skipped.draft_lengths
-        features = skipped.since(known, steps, sequences.lengths)
-        self._remember(ops, features, sequences.draft_tensors.caches, NewRows(known, known, None, None))
+    def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
+        self._remember(ops, features, sequences.draft_tensors, NewRows(known, known))
 
     def _remember(self, ops: Operations, features: Tensor, caches: LayerCaches, rows: NewRows) -> None:
         """Write keys and values of tokens with these features [B, n, F] of the target. Rows past a sequence's committed
@@ -452,12 +427,12 @@ class BlockDraft(ScoringDraft):
     def run_block(self, ops: Operations, state: DecodeState) -> Tensor:
         """The pass over the roots and masks: its normed outputs [B, R, H]."""
         plan: BlockPlan = state.draft_tree_tensors
-        caches, lengths = state.sequences.draft_tensors.caches, state.lengths
+        caches, lengths = state.sequences.draft_tensors, state.lengths
         ops.sequence_rows(state.tokens, lengths, 1, out=plan.tokens[:, :1])
         count = plan.tokens.shape[1]
         seen = {
-            True: NewRows(lengths, lengths, None, None, tune_for_nodes=count),
-            False: NewRows(lengths, lengths, None, plan.all_rows, new_keys=count, tune_for_nodes=count),
+            True: NewRows(lengths, lengths, tune_for_nodes=count),
+            False: NewRows(lengths, lengths, ancestors=plan.all_rows, new_keys=count, tune_for_nodes=count),
         }
         normed, x = embed_norm(
             ops,
@@ -472,33 +447,20 @@ class BlockDraft(ScoringDraft):
         for index, layer in enumerate(self.layers):
             if index:
                 normed, x = add_norm_for(ops, layer.input_norm, x, update, True, row_format=layer.mixer.input_format)
-            rows = seen[self.causal[index]]
-            if self.convs:
-                x, update = _convolved_layer(
-                    ops, layer, self.convs[index], whole_of(normed), x, caches.layer(index), rows
-                )
-            else:
-                x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
+            rows, cache = seen[self.causal[index]], caches.layer(index)
+            if not self.convs:
+                x, update = decoder_layer(ops, layer, normed, x, cache, rows)
+                continue
+            whole, (around_mixer, around_mlp) = whole_of(normed), self.convs[index]
+            before, after = around_mixer.before_and_after(ops, whole)
+            update = convolve(total_of(layer.mixer.forward(ops, convolve(whole, before), cache, rows)), after)
+            whole, x = add_norm(ops, layer.post_norm, x, update, True)
+            before, after = around_mlp.before_and_after(ops, whole)
+            update = feed_forward(ops, layer.mlp, convolve(whole, before), rows.tune_for_rows)
+            update = convolve(total_of(update), after)
         return add_norm(ops, self.norm, x, update, True)[0]
 
 
 def _taken(level: Tensor, places: Tensor) -> Tensor:
     """The entries of a lattice's level [B, M, K] at places [B, n]."""
     return level.flatten(1).gather(1, places)
-
-
-def _convolved_layer(
-    ops: Operations,
-    layer: Layer,
-    convs: tuple[BlockConv, BlockConv],
-    normed: Tensor,
-    x: Tensor,
-    cache: Any,
-    rows: NewRows,
-) -> tuple[Tensor, Tensor]:
-    """`decoder_layer` with convolutions before and after attention and MLP."""
-    before, after = convs[0].before_and_after(ops, normed)
-    update = convolve(total_of(layer.mixer.forward(ops, convolve(normed, before), cache, rows)), after)
-    normed, x = add_norm(ops, layer.post_norm, x, update, True)
-    before, after = convs[1].before_and_after(ops, normed)
-    return x, convolve(total_of(feed_forward(ops, layer.mlp, convolve(normed, before), rows.tune_for_rows)), after)

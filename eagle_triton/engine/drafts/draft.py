@@ -127,5 +127,9 @@ class Draft(ABC):
     def forget(self) -> None:
         """Forget all earlier requests."""
 
-    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        """Take in the tokens of up to `steps` plain steps (`sequences.skipped`)."""
+    def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
+        """Take in the tokens of plain steps.
+
+        known [B] int32: how many committed tokens it knows. features [B, n, F]: the target's from these positions on,
+        zeros after the committed tokens.
+        """

@@ -11,7 +11,7 @@ from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes, check_norms_
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import decoder_layer
-from eagle_triton.engine.model.modules import Norm, Projection, add_norm, apply_norm, project_split
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, apply_norm, nbytes_of, project_split
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.row_formats import whole_of
@@ -60,8 +60,7 @@ class Eagle3Draft(EagleDraft):
         return norm
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        once = sum(tensor.nbytes for tensor in self.fc.tensors) if spec.drafts else 0
-        return super().weight_bytes(spec) + once
+        return super().weight_bytes(spec) + (nbytes_of(self.fc) if spec.drafts else 0)
 
     def inputs_of(self, ops: Operations, features: Tensor, rows: NewRows) -> Tensor | SplitSums:
         if self.norm_before_fc is not None:
@@ -99,7 +98,7 @@ class Eagle1Draft(EagleDraft):
     """EAGLE-1 and 2: x = fc(cat(embedding, features)); plain layers; logits = the target's head on the hidden state."""
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        return super().weight_bytes(spec) + spec.beam_levels * sum(tensor.nbytes for tensor in self.fc.tensors)
+        return super().weight_bytes(spec) + spec.beam_levels * nbytes_of(self.fc)
 
     def forward(
         self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes, check_norms_
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import Layer, decoder_layer
-from eagle_triton.engine.model.modules import Norm, Projection, add_norm, add_norm_for, project_split
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, add_norm_for, nbytes_of, project_split
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
 
@@ -29,11 +28,6 @@ class MTPUnit:
 
     def __post_init__(self) -> None:
         check_norms_match("the input norms of an MTP layer", self.token_norm, self.hidden_norm)
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (self.token_norm.weight, self.hidden_norm.weight, self.norm.weight, *self.fc.tensors)
-        yield from self.layer.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +47,7 @@ class MTPDraft(BeamDraft):
             raise ValueError(f"expected one unit of layers, got {self.units}")
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        read = [*self.head.tensors, *(tensor for unit in self.units for tensor in unit.tensors)]
-        return spec.beam_levels * sum(tensor.nbytes for tensor in read)
+        return spec.beam_levels * nbytes_of(self.head, self.units)
 
     def forward(
         self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0

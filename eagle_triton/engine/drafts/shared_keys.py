@@ -15,7 +15,7 @@ from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, NewRows
 from eagle_triton.engine.model.model_view import decoder_layer
-from eagle_triton.engine.model.modules import Projection, add_norm, add_norm_for, project
+from eagle_triton.engine.model.modules import Projection, add_norm, add_norm_for, nbytes_of, project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
@@ -64,10 +64,8 @@ class SharedKeysDraft(BeamDraft):
         return 0
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        projections = (self.input, self.output, *([self.head] if self.clusters is None else []))
-        read = [tensor for projection in projections for tensor in projection.tensors]
-        read += [tensor for layer in self.layers for tensor in layer.tensors]
-        return spec.beam_levels * sum(tensor.nbytes for tensor in read)
+        head = self.head if self.clusters is None else None
+        return spec.beam_levels * nbytes_of(self.input, self.output, self.layers, head)
 
     def with_vocabulary(self, ids: Tensor) -> Self:
         if self.clusters is not None:
@@ -89,30 +87,23 @@ class SharedKeysDraft(BeamDraft):
         mine: BeamSlots = sequences.draft_tensors
         if mine.guide is not None:
             mine.guide.begin(entering)
-        for kept, output in zip((mine.hidden, mine.normed), self._of_roots(ops, sequences, features), strict=True):
-            kept.copy_(torch.where(entering[:, None, None], output, kept))
+        self._keep_roots(ops, sequences, features, entering)
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         last = ops.gather_rows(ops.gather_rows(features, accepted.path), accepted.accepted[:, None])
-        mine: BeamSlots = state.sequences.draft_tensors
-        taken = (accepted.accepted >= 0)[:, None, None]
-        for kept, output in zip((mine.hidden, mine.normed), self._of_roots(ops, state.sequences, last), strict=True):
-            kept.copy_(torch.where(taken, output, kept))
+        self._keep_roots(ops, state.sequences, last, accepted.accepted >= 0)
 
-    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        skipped, mine = sequences.skipped, sequences.draft_tensors
-        assert skipped is not None, "plain steps have kept nothing"
-        features = skipped.since(skipped.draft_lengths, steps, sequences.lengths)
-        last = (sequences.lengths - skipped.draft_lengths - 1)[:, None, None].long()  # -1: nothing was new
-        features = features.gather(1, last.clamp(min=0).expand(-1, -1, features.shape[-1]))
-        for kept, output in zip((mine.hidden, mine.normed), self._of_roots(ops, sequences, features), strict=True):
-            kept.copy_(torch.where(last >= 0, output, kept))
+    def catch_up(self, ops: Operations, sequences: Sequences, known: Tensor, features: Tensor) -> None:
+        last = sequences.lengths - known - 1  # -1: nothing was new
+        self._keep_roots(ops, sequences, ops.gather_rows(features, last[:, None]), last >= 0)
 
-    def _of_roots(self, ops: Operations, sequences: Sequences, features: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward` over the roots, with the target's features [B, 1, H] of the tokens before them."""
+    def _keep_roots(self, ops: Operations, sequences: Sequences, features: Tensor, where: Tensor) -> None:
+        """Keep the outputs of `forward` for the roots of the sequences in `where` [B] bool. features [B, 1, H]: the
+        target's at the tokens before them."""
         lengths = sequences.lengths
         nodes = DraftNodes(features, None, ops.sequence_rows(sequences.tokens, lengths, 1))
-        return self.forward(ops, nodes, sequences.caches, NewRows(lengths, lengths, None, None))
+        outputs = self.forward(ops, nodes, sequences.caches, NewRows(lengths, lengths))
+        sequences.draft_tensors.keep(outputs, where)
 
     def forward(
         self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0

@@ -8,6 +8,7 @@ left, until its memory is needed.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -21,6 +22,7 @@ from torch import Tensor
 from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.memory.mapped_memory import MappedMemory, can_map
 from eagle_triton.engine.upload import upload
+from eagle_triton.values import checked_integer
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +39,16 @@ def check_cache_tokens(tokens: int | None) -> None:
     """Raise TypeError or ValueError unless `tokens` is a positive integer that is not too large, or None."""
     if tokens is None:
         return
-    if isinstance(tokens, bool) or not isinstance(tokens, int):
-        raise TypeError(f"cache_tokens must be an integer or None, got {tokens!r}")
-    if tokens < 1:
-        raise ValueError(f"cache_tokens must be at least 1, got {tokens}")
-    if tokens > MAX_CACHE_TOKENS:
+    if checked_integer("cache_tokens", tokens, 1, kind="an integer or None") > MAX_CACHE_TOKENS:
         raise ValueError(f"cache_tokens must be at most {MAX_CACHE_TOKENS}, got {tokens}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch had no memory for a tensor. On a CPU it has no class of errors for that."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+PageShape = tuple[int, int, int, int]  # layers, sides (2: keys and values; or 1), heads, width
 
 
 class CacheFullError(RuntimeError):
@@ -57,27 +58,16 @@ class CacheFullError(RuntimeError):
 class PageMemory:
     """The keys and values of layers of one shape, in all pages of a pool."""
 
-    def __init__(
-        self,
-        layers: int,
-        heads: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        pages: int,
-        grows: bool,
-        sides: int = 2,
-    ):
-        """pages: how many to allocate, all zeros. grows: more may follow, at the same address if possible. sides: keys
-        and values, or one."""
-        shape = (layers, sides, heads, PAGE_ROWS, width)
-        self.page_bytes = math.prod(shape) * dtype.itemsize
+    def __init__(self, shape: PageShape, dtype: torch.dtype, device: torch.device, pages: int, grows: bool):
+        """pages: how many to allocate, all zeros. grows: more may follow, at the same address if possible."""
+        page = (*shape[:3], PAGE_ROWS, shape[3])
+        self.page_bytes = math.prod(page) * dtype.itemsize
         self._mapped = _mapped(device, pages * self.page_bytes) if grows else None
         if self._mapped is None:
-            self._data = torch.zeros(pages, *shape, dtype=dtype, device=device)
+            self._data = torch.zeros(pages, *page, dtype=dtype, device=device)
         else:
             most = self._mapped.reserved // self.page_bytes
-            self._data = self._mapped.tensor(dtype)[: most * math.prod(shape)].view(most, *shape)
+            self._data = self._mapped.tensor(dtype)[: most * math.prod(page)].view(most, *page)
             self._data[:pages].zero_()
 
     @property
@@ -153,19 +143,10 @@ class PagePool:
         self.forgot = 0  # how often `forget` was called
         self.unread: set[int] = set()  # pages of prompts, not computed yet
 
-    def memory(
-        self,
-        owner: object,
-        layers: int,
-        heads: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        sides: int = 2,
-    ) -> PageMemory:
-        """The memory of some layers, made on the first call. owner: the first of them. sides: see PageMemory."""
+    def memory(self, owner: object, shape: PageShape, dtype: torch.dtype, device: torch.device) -> PageMemory:
+        """The memory of some layers, made on the first call. owner: the first of them."""
         if id(owner) not in self._memories:
-            memory = PageMemory(layers, heads, width, dtype, device, self._pages, self.limit is None, sides)
+            memory = PageMemory(shape, dtype, device, self._pages, self.limit is None)
             self._memories[id(owner)] = (owner, memory)
         return self._memories[id(owner)][1]
 
@@ -339,8 +320,8 @@ class SlotPages:
         return pages
 
     def part(self, slots: slice) -> SlotPages:
-        part = object.__new__(SlotPages)
-        part.pool, part.table, part._held = self.pool, self.table[slots], self._held[slots]
+        part = copy.copy(self)
+        part.table, part._held = self.table[slots], self._held[slots]
         part.slots = len(part._held)
         return part
 

@@ -7,7 +7,6 @@ token by token, so the state depends on the committed tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.memory.pages import SlotPages
-from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache, NewRows
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, NewRows, RecurrentCache
 from eagle_triton.engine.model.modules import Norm, Projection, project_split, project_stack
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.operands.gated_delta import MAX_NODES, PromptPieces
 from eagle_triton.runtime.row_formats import ProductRows, whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
@@ -43,12 +41,16 @@ class DeltaMemory(NamedTuple):
     pieces: PromptPieces | None  # of a causal forward; None: it reads the next tokens of all sequences
 
 
-class GatedDeltaCache(MixerCache):
+class GatedDeltaCache(RecurrentCache):
     """States [L, B, HV, K, V] float32 and windows [L, B, W - 1, C] of layers of one shape."""
 
-    def __init__(self, states: Tensor, windows: Tensor, pieces: PromptPieces | None = None):
-        """pieces: of prompts, which the next causal forward reads."""
-        self.states, self.windows, self._pieces = states, windows, pieces
+    @property
+    def states(self) -> Tensor:
+        return self.memory[0]
+
+    @property
+    def windows(self) -> Tensor:
+        return self.memory[1]
 
     def new_pending(self, nodes: int) -> DeltaPending:
         layers, batch, _, channels = self.windows.shape
@@ -57,31 +59,10 @@ class GatedDeltaCache(MixerCache):
 
     def layer(self, index: int, pending: DeltaPending | None = None) -> DeltaMemory:
         mine = None if pending is None else DeltaPending(*(tensor[index] for tensor in pending))
-        return DeltaMemory(self.states[index], self.windows[index], mine, self._pieces)
-
-    def part(self, slots: slice) -> GatedDeltaCache:
-        return GatedDeltaCache(self.states[:, slots], self.windows[:, slots])
-
-    def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> GatedDeltaCache:
-        assert pieces.slots is not None
-        mine = PromptPieces(pieces.slots, pieces.starts, pieces.counts(lengths))
-        return GatedDeltaCache(self.states, self.windows, mine)
-
-    def clear(self) -> None:
-        for tensor in self.tensors:
-            tensor.zero_()
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        for tensor in self.tensors:
-            tensor[:, target] = tensor[:, source]
+        return DeltaMemory(self.states[index], self.windows[index], mine, self.pieces)
 
     def commit(self, ops: Operations, pending: DeltaPending, accepted: AcceptedPath) -> None:
         ops.commit_states(self.states, self.windows, *pending, accepted.path, accepted.accepted)
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        yield self.states
-        yield self.windows
 
 
 @dataclass(frozen=True)
@@ -153,9 +134,3 @@ class GatedDelta(Mixer):
             return (*qkvz.split((self.k_dim, self.k_dim, values, values), -1), *ba.split(shared, -1))
         q, k, v = products[0].split((heads * self.k_dim, heads * self.k_dim, heads * values), -1)
         return (*(part.unflatten(-1, (heads, -1)) for part in (q, k, v)), *by_head)
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for projection in (*self.inputs, self.o):
-            yield from projection.tensors
-        yield from (self.conv, self.A_log, self.dt_bias, self.norm.weight)

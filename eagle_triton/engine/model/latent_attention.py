@@ -7,15 +7,14 @@ the keys' matrices instead, so that they attend the latents, and what they atten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from eagle_triton.engine.memory.pages import SlotPages
-from eagle_triton.engine.model.mixers import AcceptedPath, KeyValueCache, KeyValues, Mixer, NewRows
+from eagle_triton.engine.model.mixers import AcceptedPath, KeyValueCache, KeyValues, Mixer, NewRows, rows_at
 from eagle_triton.engine.model.modules import (
     Norm,
     Projection,
@@ -91,24 +90,13 @@ class LatentAttention(Mixer):
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> LatentCache:
         assert pages is not None, "latents lie in pages"
-        memory = pages.pool.memory(self, layers, 1, sum(self.cache_shape), dtype, device, sides=1)
+        memory = pages.pool.memory(self, (layers, 1, 1, sum(self.cache_shape)), dtype, device)
         return LatentCache(memory, pages.table)
 
     def forward(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Product:
         q = self._append(ops, x, cache, rows)
-        attended = ops.tree_attention(
-            q,
-            cache.data,
-            rows.lengths,
-            rows.ancestors,
-            scale=self.scale,
-            new_keys=rows.new_keys,
-            tune_for_nodes=rows.tune_for_nodes,
-            table=cache.table,
-            value_width=self.rank,
-        )
-        assert isinstance(attended, Tensor)
-        return self._output(ops, attended, rows)
+        tree = dict(ancestors=rows.ancestors, new_keys=rows.new_keys, tune_for_nodes=rows.tune_for_nodes)
+        return self._output(ops, q, cache, rows, rows.lengths, table=cache.table, **tree)
 
     def remember(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> None:
         self._append(ops, x, cache, rows)
@@ -116,10 +104,7 @@ class LatentAttention(Mixer):
     def forward_last(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, last: Tensor) -> Product:
         q = self._append(ops, x, cache, rows)
         before, table = cache.before(last, q.shape[1], rows.lengths)
-        q = q.flatten(0, 1)[last][:, None]
-        attended = ops.tree_attention(q, cache.data, before, scale=self.scale, table=table, value_width=self.rank)
-        assert isinstance(attended, Tensor)
-        return self._output(ops, attended, rows)
+        return self._output(ops, rows_at(q, last), cache, rows, before, table=table)
 
     def _append(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Tensor:
         """Append its latents to the cache. Returns queries for latents, [B, n, Hq, rank + r]."""
@@ -155,17 +140,15 @@ class LatentAttention(Mixer):
         _multiply_heads(q[..., :own], keys, out[..., :rank])
         return out
 
-    def _output(self, ops: Operations, attended: Tensor, rows: NewRows) -> Product:
-        """The output [B, n, H] for attended latents [B, n, Hq, rank]."""
+    def _output(
+        self, ops: Operations, q: Tensor, cache: KeyValues, rows: NewRows, lengths: Tensor, **options: Any
+    ) -> Product:
+        """Attend. lengths, options: of tree_attention. Returns the output [B, n, H] for q [B, n, Hq, rank + r]."""
+        attended = ops.tree_attention(q, cache.data, lengths, scale=self.scale, value_width=self.rank, **options)
+        assert isinstance(attended, Tensor)
         out = attended.new_empty(*attended.shape[:3], self.value_width)
         _multiply_heads(attended, self.matrices[1].mT, out)
         return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for projection in (*self.inputs, *(() if self.q_latent is None else (self.q,)), self.keys_values, self.o):
-            yield from projection.tensors
-        yield from (norm.weight for norm in (self.norm, self.q_norm) if norm is not None)
 
 
 def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.memory import by_slot
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache
 from eagle_triton.engine.operations import Operations
@@ -60,25 +62,21 @@ class LayerCaches:
 
     def _with(self, caches: tuple[MixerCache, ...]) -> LayerCaches:
         """The same layers with other caches."""
-        other = object.__new__(LayerCaches)
-        other._layers, other._place, other.caches = self._layers, self._place, caches
+        other = copy.copy(self)
+        other.caches = caches
         return other
 
     def clear(self) -> None:
-        for cache in self.caches:
-            cache.clear()
+        by_slot.clear(self.caches)
 
     def wipe(self, pages: Tensor) -> None:
-        for cache in self.caches:
-            cache.wipe(pages)
+        by_slot.wipe(self.caches, pages)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        for cache in self.caches:
-            cache.copy(source, target, length)
+        by_slot.copy(self.caches, source, target, length)
 
     def move(self, source: int, target: int, length: int) -> None:
-        for cache in self.caches:
-            cache.move(source, target, length)
+        by_slot.move(self.caches, source, target, length)
 
     def commit(self, ops: Operations, pending: tuple[Any, ...], accepted: AcceptedPath) -> None:
         for cache, left in zip(self.caches, pending, strict=True):
@@ -86,5 +84,4 @@ class LayerCaches:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        for cache in self.caches:
-            yield from cache.tensors
+        return by_slot.tensors_of(self.caches)

@@ -28,6 +28,7 @@ from eagle_triton.engine.model.modules import (
 )
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
+from eagle_triton.operands.gated_delta import PromptPieces
 from eagle_triton.runtime.row_formats import ProductRows, RowFormat
 from eagle_triton.runtime.split_sums import Product, total_of
 
@@ -42,8 +43,8 @@ class NewRows(NamedTuple):
 
     lengths: Tensor  # [B] int32: committed rows, visible to all
     first: Tensor  # [B] int32: the position that depths count from, and the cache row of depth 0
-    depths: Tensor | None  # [B, n] int32: positions are first + depths; None: consecutive
-    ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
+    depths: Tensor | None = None  # [B, n] int32: positions are first + depths; None: consecutive
+    ancestors: Tensor | None = None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
     new_keys: int | None = None  # rows from lengths + new_keys on are hidden; None: the bits decide
     tune_for_nodes: int | None = None  # choose launches for this number of nodes, see `linear`; None: n
     depth: int = 0  # of a tree: the most levels below the root
@@ -66,6 +67,11 @@ class AcceptedPath(NamedTuple):
     path: Tensor  # [B, D + 1] int32: node indices root..last accepted, then -1
     accepted: Tensor  # [B] int32: drafts accepted; -1: nothing is committed, not even the root
     of_chain: bool = False  # paths are nodes 0, 1, 2 ..., so their rows are in place already
+
+
+def rows_at(x: Tensor, places: Tensor) -> Tensor:
+    """The rows of x [P, n, ...] with these flat indices [m] int64 of P * n: [m, 1, ...]."""
+    return x.flatten(0, 1)[places][:, None]
 
 
 class MixerCache(ABC):
@@ -113,6 +119,34 @@ class MixerCache(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
         """All its tensors on the device."""
+
+
+class RecurrentCache(MixerCache):
+    """The memory of recurrent layers of one shape: tensors [L, B, ...], which do not grow with the sequences."""
+
+    def __init__(self, *memory: Tensor, pieces: PromptPieces | None = None):
+        """pieces: of prompts, which the next causal forward reads."""
+        self.memory, self.pieces = memory, pieces
+
+    def part(self, slots: slice) -> Self:
+        return type(self)(*(tensor[:, slots] for tensor in self.memory))
+
+    def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> Self:
+        assert pieces.slots is not None
+        mine = PromptPieces(pieces.slots, pieces.starts, pieces.counts(lengths))
+        return type(self)(*self.memory, pieces=mine)
+
+    def clear(self) -> None:
+        for tensor in self.memory:
+            tensor.zero_()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for tensor in self.memory:
+            tensor[:, target] = tensor[:, source]
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.memory
 
 
 class Mixer(ABC):
@@ -166,13 +200,7 @@ class Mixer(ABC):
 
     def forward_last(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows, last: Tensor) -> Product:
         """A causal forward over x [P, n, *] that returns flat rows last [m] int64 of P * n only: [m, 1, H]."""
-        out = whole_product(ops, self.forward(ops, x, cache, rows))
-        return out.flatten(0, 1)[last][:, None]
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Iterator[Tensor]:
-        """All weights that a forward reads."""
+        return rows_at(whole_product(ops, self.forward(ops, x, cache, rows)), last)
 
 
 class KeyValues(NamedTuple):
@@ -298,7 +326,7 @@ class Attention(Mixer):
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> KeyValueCache:
         assert pages is not None, "keys and values lie in pages"
-        memory = pages.pool.memory(self, layers, self.num_kv_heads, self.head_dim, dtype, device)
+        memory = pages.pool.memory(self, (layers, 2, *self.cache_shape), dtype, device)
         return KeyValueCache(memory, pages.table)
 
     def forward(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Product:
@@ -310,25 +338,8 @@ class Attention(Mixer):
             self._append(ops, x, cache, rows, queries=False)
 
     def forward_last(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, last: Tensor) -> Product:
-        q, gate = (
-            None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
-        )
-        assert q is not None
-        before, table = cache.before(last, x.shape[1], rows.lengths)
-        out = ops.tree_attention(
-            q,
-            cache.data,
-            before,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            table=table,
-            sinks=self.sinks,
-            softcap=self.softcap,
-        )
-        assert isinstance(out, Tensor)
-        if gate is not None:
-            out = ops.gate_heads(out, gate, self.gate_activation)
-        return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
+        attended = self._attend(ops, x, cache, rows, last=last)
+        return project_split(ops, self.o, attended, rows.tune_for_rows)
 
     def attend(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
@@ -337,48 +348,49 @@ class Attention(Mixer):
         return attended
 
     def _attend(
-        self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, row_format: RowFormat | None = None
+        self,
+        ops: Operations,
+        x: ProductRows,
+        cache: KeyValues,
+        rows: NewRows,
+        row_format: RowFormat | None = None,
+        last: Tensor | None = None,
     ) -> ProductRows:
-        """`attend`; row_format: see tree_attention."""
+        """`attend`. row_format: see tree_attention. last: see `forward_last`."""
         q, gate = self._append(ops, x, cache, rows)
-        if rows.span is not None and self.span_shape is not None:
+        options: dict[str, Any] = dict(scale=self.scale, sinks=self.sinks, softcap=self.softcap)
+        attended: ProductRows
+        if last is not None:
+            before, table = cache.before(last, x.shape[1], rows.lengths)
+            q, gate = rows_at(q, last), None if gate is None else rows_at(gate, last)
+            options |= dict(table=table, sliding_window=self.sliding_window)
+            attended = ops.tree_attention(q, cache.data, before, **options)
+        elif rows.span is not None and self.span_shape is not None:
             assert cache.table is not None, "a prompt that is read in pieces is in pages"
-            flat, table = q.flatten(0, 1), cache.table[0]
-            options: dict[str, Any] = dict(scale=self.scale, table=table, sinks=self.sinks, softcap=self.softcap)
-            out = ops.prompt_attention(flat, cache.data, *rows.span, **options).view_as(q)
+            flat = q.flatten(0, 1)
+            attended = ops.prompt_attention(flat, cache.data, *rows.span, table=cache.table[0], **options).view_as(q)
         else:
-            options = dict(
+            # With products of ours or cuBLAS's it is known when the next kernel starts.
+            plain = all(product.weight is not None and product.joined_over is None for product in self.inputs)
+            options |= dict(
                 sliding_window=self.sliding_window,
                 new_keys=rows.new_keys,
                 tune_for_nodes=rows.tune_for_nodes,
                 table=cache.table,
-                prefetch_before_wait=self._products_are_plain,
+                prefetch_before_wait=plain,
                 row_format=row_format if gate is None else None,
-                sinks=self.sinks,
-                softcap=self.softcap,
             )
-            attended = ops.tree_attention(q, cache.data, rows.lengths, rows.ancestors, scale=self.scale, **options)
-            if not isinstance(attended, Tensor):
-                return attended
-            out = attended
+            attended = ops.tree_attention(q, cache.data, rows.lengths, rows.ancestors, **options)
+        if not isinstance(attended, Tensor):
+            return attended
         if gate is not None:
-            out = ops.gate_heads(out, gate, self.gate_activation)
-        return out.flatten(-2)
+            attended = ops.gate_heads(attended, gate, self.gate_activation)
+        return attended.flatten(-2)
 
     @property
     def norms_rows(self) -> bool:
         """Whether q_norm and k_norm norm all heads of a row together, before they are split into heads (OLMo 2)."""
         return self.q_norm is not None and len(self.q_norm.weight) > self.head_dim
-
-    def _own_heads(self, normed: Tensor) -> Tensor:
-        """This rank's part of queries or keys [B, n, *] that were normed together with the other ranks' parts."""
-        ranks = self.q.joined_over
-        return normed if ranks is None else normed.chunk(ranks.size, -1)[ranks.rank]
-
-    @property
-    def _products_are_plain(self) -> bool:
-        """Whether q, k and v are our products or cuBLAS's: then it is known when the next kernel starts."""
-        return all(projection.weight is not None and projection.joined_over is None for projection in self.inputs)
 
     def _append(
         self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, queries: bool = True
@@ -400,9 +412,10 @@ class Attention(Mixer):
             products = *products, products[1]
         if self.norms_rows:
             assert q_norm is not None and k_norm is not None
-            normed = apply_norm(ops, q_norm, products[0]), apply_norm(ops, k_norm, products[1])
-            values = products[2] if isinstance(products[2], Tensor) else ops.add(products[2])
-            products = *map(self._own_heads, normed), values
+            normed = [apply_norm(ops, q_norm, products[0]), apply_norm(ops, k_norm, products[1])]
+            if (ranks := self.q.joined_over) is not None:  # this rank's heads, of those that were normed together
+                normed = [part.chunk(ranks.size, -1)[ranks.rank] for part in normed]
+            products = *normed, products[2] if isinstance(products[2], Tensor) else ops.add(products[2])
             q_norm = k_norm = None
         q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         k, v = own or (None, None)
@@ -431,11 +444,3 @@ class Attention(Mixer):
             norm_last=self.norm_last,
         )
         return q, gate
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for projection in (*self.inputs, self.o):
-            yield from projection.tensors
-        yield from (norm.weight for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
-        if self.sinks is not None:
-            yield self.sinks

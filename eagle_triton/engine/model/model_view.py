@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
-from eagle_triton.engine.model.mixers import Mixer, NewRows
+from eagle_triton.engine.model.mixers import Mixer, NewRows, rows_at
 from eagle_triton.engine.model.modules import (
     MLP,
     Experts,
@@ -29,13 +28,14 @@ from eagle_triton.engine.model.modules import (
     computed,
     embed_norm,
     feed_forward,
+    nbytes_of,
     whole_product,
 )
 from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.runtime.row_formats import ProductRows, RowFormat
+from eagle_triton.runtime.row_formats import ProductRows
 from eagle_triton.runtime.split_sums import Product
 
 
@@ -61,14 +61,6 @@ class Layer:
     input_block: LayerInputBlock | None = None
 
     @property
-    def norms(self) -> tuple[Norm, ...]:
-        """Its norms, without missing ones."""
-        norms = [self.input_norm, self.mixer_norm, self.post_norm, self.mlp_norm]
-        norms += [] if self.beside is None else self.beside.norms
-        norms += [] if self.input_block is None else [self.input_block.norm]
-        return tuple(norm for norm in norms if norm is not None)
-
-    @property
     def is_llamas(self) -> bool:
         """Whether it is a layer like Llama's."""
         changes = (self.mixer_norm, self.mlp_norm, self.scale, self.beside, self.input_block)
@@ -79,18 +71,6 @@ class Layer:
     def mixtures(self) -> tuple[Experts, ...]:
         blocks = (self.mlp, None if self.beside is None else self.beside.block)
         return tuple(block for block in blocks if isinstance(block, Experts))
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (norm.weight for norm in self.norms)
-        if self.scale is not None:
-            yield self.scale
-        yield from self.mixer.tensors
-        yield from self.mlp.tensors
-        if self.beside is not None:
-            yield from self.beside.block.tensors
-        if self.input_block is not None:
-            yield from self.input_block.tensors
 
 
 @dataclass(frozen=True)
@@ -144,12 +124,9 @@ class ModelView:
 
     def bytes_read(self, rows: int) -> float:
         """The same for more rows, which choose other experts of a mixture."""
-        parts = (tensor for layer in self.layers for tensor in layer.tensors)
-        inputs = () if self.layer_inputs is None else self.layer_inputs.projection.tensors
-        total = sum(tensor.nbytes for tensor in (*parts, *inputs, self.norm.weight, *self.head.tensors))
-        mixtures = [mixture for layer in self.layers for mixture in layer.mixtures]
-        unread = sum(sum(tensor.nbytes for tensor in mlp.tensors) - mlp.bytes_read(rows) for mlp in mixtures)
-        return total - unread
+        inputs = None if self.layer_inputs is None else self.layer_inputs.projection
+        unread = sum(mixture.bytes_unread(rows) for layer in self.layers for mixture in layer.mixtures)
+        return nbytes_of(self.layers, inputs, self.norm, self.head) - unread
 
     @property
     def has_mixtures(self) -> bool:
@@ -188,10 +165,6 @@ class ModelView:
                 f"{option}: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
             )
 
-    def new_features(self, tokens: Tensor) -> Tensor:
-        """An empty tensor [B, n, F] for the features of tokens [B, n]."""
-        return torch.empty(*tokens.shape, self.feature_size, dtype=self.dtype, device=self.device)
-
     def new_caches(self, pages: SlotPages) -> LayerCaches:
         """Empty caches of its layers for some slots, on the device of these slots' pages."""
         mixers = [layer.mixer for layer in self.layers]
@@ -206,26 +179,19 @@ def decoder_layer(
     cache: Any,
     rows: NewRows,
     layer_inputs: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Product | NormedUpdate | None]:
     """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's.
-    layer_inputs [B, n, P]: its part of LayerInputs, where it has an `input_block`.
+    layer_inputs [B, n, P]: its part of LayerInputs, where it has an `input_block`. last: return these flat rows [m]
+    int64 of B * n only, in a causal forward; [m, 1, H].
 
     Returns x with the mixer's output added, and the MLP's output, which the caller adds; None: it is added already.
     """
-    update = layer.mixer.forward(ops, normed, cache, rows)
-    return _after_mixer(ops, layer, x, update, rows, layer_inputs, row_format=layer.mlp.input_format)
-
-
-def _after_mixer(
-    ops: Operations,
-    layer: Layer,
-    x: Tensor,
-    update: Product,
-    rows: NewRows,
-    layer_inputs: Tensor | None = None,
-    row_format: RowFormat | None = None,
-) -> tuple[Tensor, Product | NormedUpdate | None]:
-    """The rest of a layer, after its mixer has computed `update`. Returns like `decoder_layer`."""
+    if last is None:
+        update, row_format = layer.mixer.forward(ops, normed, cache, rows), layer.mlp.input_format
+    else:
+        update, row_format = layer.mixer.forward_last(ops, normed, cache, rows, last), None
+        x, layer_inputs = rows_at(x, last), None if layer_inputs is None else rows_at(layer_inputs, last)
     finished = _finished(ops, layer, layer.mixer_norm, update)
     normed, x = add_norm_for(ops, layer.post_norm, x, finished, rows.in_draft_pass, row_format=row_format)
     update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
@@ -271,11 +237,8 @@ def target_forward(
     new_keys = None if ancestors is None else tokens.shape[1]
     rows = NewRows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
-    layer_inputs = _layer_inputs(ops, view, tokens)
-    x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, layer_inputs, pending)
-    assert x is not None, "a model has layers"
-    hidden, _ = add_norm(ops, view.norm, x, update)
-    return hidden, hidden if features is None else features, pending
+    hidden, features = _forward(ops, view, tokens, caches, rows, pending)
+    return hidden, features, pending
 
 
 def prompt_forward(
@@ -287,77 +250,44 @@ def prompt_forward(
     layer runs over these rows only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the features
     [P, n, F].
     """
-    layer_inputs = _layer_inputs(ops, view, tokens)
-    if last is None or not view.feature_layers:
-        x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, layer_inputs)
-        assert x is not None, "a model has layers"
-        hidden, _ = add_norm(ops, view.norm, x, update)
-        wanted = hidden if last is None else hidden.flatten(0, 1)[last][:, None]
-        return wanted, hidden if features is None else features
-    x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows, layer_inputs)
-    layer, index = view.layers[-1], len(view.layers) - 1
-    normed, x = _layer_input(ops, view, index, tokens, x, update, features)
-    assert features is not None
-    update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
-    part = None if layer_inputs is None else layer_inputs[:, :, index].flatten(0, 1)[last][:, None]
-    x, update = _after_mixer(ops, layer, x.flatten(0, 1)[last][:, None], update, rows, part)
-    hidden, _ = add_norm(ops, view.norm, x, update)
-    return hidden, features
+    return _forward(ops, view, tokens, caches, rows, last=last)
 
 
-def _layers(
+def _forward(
     ops: Operations,
     view: ModelView,
-    layers: Sequence[Layer],
     tokens: Tensor,
     caches: LayerCaches,
     rows: NewRows,
-    layer_inputs: Tensor | None,
     pending: Any = None,
-) -> tuple[Tensor | None, Product | NormedUpdate | None, Tensor | None]:
-    """Run the first layers over tokens [B, n]. layer_inputs [B, n, L, P]: LayerInputs of all layers, if they have any.
-
-    Returns the residual stream [B, n, H] and the update that is still to be added to it (both None without layers, the
-    update also if it is added already), and the features [B, n, F] if the view has feature_layers.
-    """
+    last: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The normed last hidden states and the features of tokens [B, n], see `target_forward` and `prompt_forward`."""
+    layer_inputs = features = None
+    if view.layer_inputs is not None:
+        layer_inputs = view.layer_inputs.of(ops, tokens, view.embedding[tokens] * view.embedding_scale)
+    if view.feature_layers:
+        features = torch.empty(*tokens.shape, view.feature_size, dtype=view.dtype, device=view.device)
     x: Tensor | None = None
     update: Product | NormedUpdate | None = None
-    features = view.new_features(tokens) if view.feature_layers else None
-    for index, layer in enumerate(layers):
-        normed, x = _layer_input(ops, view, index, tokens, x, update, features)
+    for index, layer in enumerate(view.layers):
+        norm, row_format, total = layer.input_norm, layer.mixer.input_format, None
+        if features is not None and index in view.feature_layers:  # the draft reads what this layer reads
+            place = sorted(view.feature_layers).index(index)
+            total = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
+        if x is None:
+            options: dict[str, Any] = dict(scale=view.embedding_scale, own_norm=view.embedding_norm)
+            options |= dict(total=total, row_format=row_format)
+            normed, x = embed_norm(ops, norm, view.embedding, tokens, **options)
+        else:
+            normed, x = add_norm_for(ops, norm, x, update, total=total, row_format=row_format)
+        if total is not None and x is not total:
+            total.copy_(x)
         part = None if layer_inputs is None else layer_inputs[:, :, index]
-        x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows, part)
-    return x, update, features
-
-
-def _layer_inputs(ops: Operations, view: ModelView, tokens: Tensor) -> Tensor | None:
-    """The layers' inputs from tokens [B, n] besides the residual stream: [B, n, L, P]."""
-    if view.layer_inputs is None:
-        return None
-    return view.layer_inputs.of(ops, tokens, view.embedding[tokens] * view.embedding_scale)
-
-
-def _layer_input(
-    ops: Operations,
-    view: ModelView,
-    index: int,
-    tokens: Tensor,
-    x: Tensor | None,
-    update: Product | NormedUpdate | None,
-    features: Tensor | None,
-) -> tuple[ProductRows, Tensor]:
-    """The normed input of layer `index`, and the residual stream before it, [B, n, H] each. Layer 0 embeds tokens
-    [B, n]. If the draft reads this stream, it is written to features [B, n, F]."""
-    norm, row_format, part = view.layers[index].input_norm, view.layers[index].mixer.input_format, None
-    if features is not None and index in view.feature_layers:
-        place = sorted(view.feature_layers).index(index)
-        part = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
-    if x is None:
-        options: dict[str, Any] = dict(scale=view.embedding_scale, own_norm=view.embedding_norm)
-        options |= dict(total=part, row_format=row_format)
-        normed, x = embed_norm(ops, norm, view.embedding, tokens, **options)
-    else:
-        normed, x = add_norm_for(ops, norm, x, update, total=part, row_format=row_format)
-    if part is not None and x is not part:
-        part.copy_(x)
-    return normed, x
+        read = None if features is None or index + 1 < len(view.layers) else last  # after the last layer
+        x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows, part, read)
+    assert x is not None, "a model has layers"
+    hidden, _ = add_norm(ops, view.norm, x, update)
+    if features is not None:
+        return hidden, features
+    return hidden if last is None else rows_at(hidden, last), hidden

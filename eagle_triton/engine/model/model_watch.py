@@ -246,7 +246,10 @@ class ModelWatch:
         else than before although `called_state` is the same; None: there is none."""
         for path, module in self._called:
             for part in module.modules():
-                if _is_unknown(part):
+                own = vars(part).get("forward")
+                if own is None or is_tensor_parallel_forward(own):
+                    own = type(part).forward
+                if not is_code_of(getattr(own, "__func__", own), OF_LAYERS):
                     return f"{path} is called, and {type(part).__name__} inside is not known"
         return None
 
@@ -422,13 +425,6 @@ def _hook(module: nn.Module) -> str | None:
         if any(not (getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOKS) for hook in hooks.values()):
             return f"a {kind}"
     return None
-
-
-def _is_unknown(module: nn.Module) -> bool:
-    own = vars(module).get("forward")
-    if own is None or is_tensor_parallel_forward(own):
-        own = type(module).forward
-    return not is_code_of(getattr(own, "__func__", own), OF_LAYERS)
 
 
 def is_code_of(function: Any, packages: tuple[str, ...]) -> bool:

@@ -69,18 +69,6 @@ class Projection:
     divisor: float = 1.0
     cap: float | None = None
 
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors that one product reads."""
-        if isinstance(self.weight, Tensor):
-            yield self.weight
-        elif self.weight is not None:
-            yield from self.weight.tensors
-        if self.bias is not None:
-            yield self.bias
-        if isinstance(self.module, nn.Module):
-            yield from _stored_in(self.module)
-
 
 @dataclass(frozen=True, eq=False)
 class SharedEmbedding:
@@ -140,11 +128,6 @@ class MLP:
     def input_format(self) -> RowFormat | None:
         return row_format_of(self.gate, self.up)
 
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for projection in (self.gate, self.up, self.down):
-            yield from projection.tensors
-
 
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -195,18 +178,12 @@ class Experts:
             return 0
         return MAX_ROWS if isinstance(self.weights.gate_up, Tensor) else 8 * MAX_ROWS
 
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        """All weights; one call reads only the chosen experts'."""
-        yield from _stored_in(self.module)
-
-    def bytes_read(self, rows: int) -> float:
-        """Bytes of weights that a call over this many rows reads, if each row chooses its experts independently."""
-        total = float(sum(tensor.nbytes for tensor in self.tensors))
+    def bytes_unread(self, rows: int) -> float:
+        """Bytes of weights that a call over this many rows leaves out, if each row chooses its experts
+        independently."""
         if not self.count:
-            return total
-        experts = sum(tensor.nbytes for tensor in _stored_in(self.module.get_submodule("experts")))
-        return total - experts * (1 - self.chosen / self.count) ** rows
+            return 0.0
+        return nbytes_of(self.module.get_submodule("experts")) * (1 - self.chosen / self.count) ** rows
 
 
 @dataclass(frozen=True)
@@ -221,10 +198,6 @@ class ExpertsBeside:
     mlp_norm: Norm
     input_norm: Norm
     output_norm: Norm
-
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        return self.mlp_norm, self.input_norm, self.output_norm
 
     def added(self, ops: Operations, x: Tensor, update: Product) -> Tensor:
         """Both blocks' output for the residual stream x [B, n, H]. update: the MLP's output for x."""
@@ -260,21 +233,33 @@ class LayerInputBlock:
     norm: Norm
     activation: str
 
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for projection in (self.gate, self.projection):
-            yield from projection.tensors
-
     def added(self, ops: Operations, x: Tensor, part: Tensor) -> Tensor:
         """x [B, n, H] plus the block's output for it and part [B, n, P]."""
         gated = ops.swiglu(project(ops, self.gate, x), part, activation=self.activation)
         return ops.add(apply_norm(ops, self.norm, project_split(ops, self.projection, gated)), x)
 
 
-def _stored_in(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that store a module's parameters; a quantised parameter may have several."""
-    for parameter in module.parameters():
-        yield from stored_tensors(parameter)
+def tensors_in(part: Any) -> Iterator[Tensor]:
+    """The weights of a part of a model, such as a layer or a tuple of norms, as they are stored: a quantised weight may
+    be several tensors. Of a mixture, all experts'. Rotary frequencies do not count."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, nn.Module):
+        for parameter in part.parameters():
+            yield from stored_tensors(parameter)
+    elif isinstance(part, Experts):
+        yield from tensors_in(part.module)
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from tensors_in(item)
+    elif is_dataclass(part) and not isinstance(part, (type, Rotary, Ranks)):
+        for field in fields(part):
+            yield from tensors_in(getattr(part, field.name))
+
+
+def nbytes_of(*parts: Any) -> int:
+    """Bytes of all weights in parts of a model, see `tensors_in`."""
+    return sum(tensor.nbytes for tensor in tensors_in(parts))
 
 
 def with_projections(part: Any, change: Callable[[Projection], Projection]) -> Any:

@@ -72,7 +72,7 @@ def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
     for index, layer in enumerate(layers):
         if (reason := _unsupported_layer(layer, layers[0])) is not None:
             return f"layer {index} {reason}"
-    norms = [norm, *(norm for layer in layers for norm in layer.norms)]
+    norms = [norm, *(norm for layer in layers for norm in (layer.input_norm, layer.post_norm) if norm is not None)]
     norms += [norm for layer in layers for norm in _head_norms(layer)]
     if any(norm.zero_centred or not norm.round_first or norm.eps != norms[0].eps for norm in norms):
         return "the norms are zero-centred, round after their weight, or differ in eps"
@@ -334,8 +334,27 @@ class OneLaunch:
         (cache, *others), kernel = caches.caches, _kernel()
         if kernel is None or tokens.shape != (1, 1) or others or type(cache) is not KeyValueCache:
             return None
+        whole, (data, table) = cache.data, cache.layer(0)
+        width = whole.shape[-1]
+        layer, values, page = (whole.stride(dim) // width for dim in range(3))
+        last = sum((size - 1) * stride for size, stride in zip(whole.shape[:5], whole.stride(), strict=False))
+        keys = kernel.keys_descriptor(data, last // width + 1)
+        hidden, normed = (self._model.embedding.new_empty(1, 1, self._sizes.H) for _ in range(2))
         try:
-            outputs = self._launch(kernel, tokens, cache, lengths, skip, at_least or (lengths, 0))
+            launch(kernel.one_launch_kernel, (self.programs,))(
+                self._weights,
+                self._of_hidden,
+                self._of_inner,
+                keys,
+                self._model,
+                kernel.Row(tokens, lengths, skip, table, hidden, normed, *(at_least or (lengths, 0))),
+                kernel.Cache(data, page, layer, values),
+                self._boxes,
+                self._sizes,
+                num_warps=8,
+                launch_cooperative_grid=True,
+                **kernel.settings_for(self._sizes),
+            )
         except KernelError as error:
             if ops.on_kernel_error is None:
                 raise
@@ -343,35 +362,4 @@ class OneLaunch:
             give_up_gluon(_KERNEL)
             return None
         ops.calls["one_launch"] += 1
-        return outputs
-
-    def _launch(
-        self,
-        kernel: Any,
-        tokens: Tensor,
-        cache: KeyValueCache,
-        lengths: Tensor,
-        skip: int,
-        at_least: tuple[Tensor, int],
-    ) -> tuple[Tensor, Tensor]:
-        whole, (data, table) = cache.data, cache.layer(0)
-        width = whole.shape[-1]
-        layer, values, page = (whole.stride(dim) // width for dim in range(3))
-        last = sum((size - 1) * stride for size, stride in zip(whole.shape[:5], whole.stride(), strict=False))
-        keys = kernel.keys_descriptor(data, last // width + 1)
-        hidden, normed = (self._model.embedding.new_empty(1, 1, self._sizes.H) for _ in range(2))
-        launch(kernel.one_launch_kernel, (self.programs,))(
-            self._weights,
-            self._of_hidden,
-            self._of_inner,
-            keys,
-            self._model,
-            kernel.Row(tokens, lengths, skip, table, hidden, normed, *at_least),
-            kernel.Cache(data, page, layer, values),
-            self._boxes,
-            self._sizes,
-            num_warps=8,
-            launch_cooperative_grid=True,
-            **kernel.settings_for(self._sizes),
-        )
         return hidden, normed

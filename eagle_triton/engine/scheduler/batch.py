@@ -83,22 +83,13 @@ class Batch(BatchSlots):
             raise
 
     @staticmethod
-    def start(
-        engine: Engine,
-        prompts: Sequence[Tensor],
-        spec: TreeSpec,
-        sampling: SamplingParams,
-        rows: int,
-        generator: torch.Generator | None = None,
-        slots: int | None = None,
-    ) -> Batch:
-        """A batch of prompts with the same sampling, each until it has `rows` tokens. slots: None: one per prompt."""
-        seeds = sampling.seeds(len(prompts), generator)
-        batch = Batch(engine, slots or len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
+    def start(engine: Engine, prompts: Sequence[Tensor], spec: TreeSpec, sampling: SamplingParams, rows: int) -> Batch:
+        """A batch of prompts with the same sampling, a slot for each, until each has `rows` tokens."""
+        batch = Batch(engine, len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
         try:
             batch.admit_all(
                 Request(prompt, batch.rows - len(prompt), replace(sampling, seed=seed))
-                for prompt, seed in zip(prompts, seeds, strict=True)
+                for prompt, seed in zip(prompts, sampling.seeds(len(prompts)), strict=True)
             )
         except BaseException:
             batch.close()
@@ -303,7 +294,7 @@ class Batch(BatchSlots):
                     reads = self._take_prompts()
                     if self.in_flight.full:
                         break
-                    if any(not self._surely_ends(entry) for entry in self._decoding.values()):
+                    if any(self.in_flight.may_go_on(entry) for entry in self._decoding.values()):
                         self._launch_step(reads)
                     elif self.in_flight:
                         break
@@ -328,9 +319,6 @@ class Batch(BatchSlots):
             taken += self._read_prompts(self.prompt_tokens - taken if decoding else None)
         self._begin_read()
         return reads
-
-    def _surely_ends(self, entry: RunningRequest) -> bool:
-        return len(entry.tokens) + self.in_flight.least_tokens(entry) >= entry.request.max_new_tokens
 
     def _launch_step(self, reads: bool | None) -> None:
         """Launch the next step. reads: whether prompts were read before it; None: its report is never read."""

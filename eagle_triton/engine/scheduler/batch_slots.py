@@ -10,11 +10,11 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
 from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.memory.pages import CacheFullError, prefix_keys
+from eagle_triton.engine.prefill import NO_EXTRAS, PromptExtras
 from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks
 from eagle_triton.engine.scheduler.page_budget import PageBudget
@@ -107,11 +107,6 @@ class BatchSlots:
         return self.planner.options.verification
 
     @property
-    def _draft(self) -> Draft | None:
-        """The draft, None if nothing is ever drafted."""
-        return self.engine.draft if self.planner.options.drafts else None
-
-    @property
     def state(self) -> DecodeState:
         """The state of the tree that was drafted last."""
         return self.planner.state
@@ -193,7 +188,7 @@ class BatchSlots:
         for run in slices_of(entering):
             self.sequences.clear(run)
         self._prefill.write(prompts)
-        rehearsal = functools.partial(self._prefill.rehearse, prompts, self._draft, self.state, mode)
+        rehearsal = functools.partial(self._prefill.rehearse, prompts, self.planner.draft, self.state, mode)
         self.engine.compile_ahead(self.state, mode, rehearsal)
         if self.planner.only_plain_steps:
             self.engine.note_one_launch(mode)
@@ -206,7 +201,7 @@ class BatchSlots:
         read alone."""
         if not self._prefill.share or request.read_alone:
             return []
-        return prefix_keys(tokens, b"plain" if self._draft is None else b"drafts", known)
+        return prefix_keys(tokens, b"plain" if self.planner.draft is None else b"drafts", known)
 
     def _read_prompts(self, most: int | None) -> int:
         """Launch the next forward over prompts, of about `most` tokens, and return how many it reads.
@@ -216,10 +211,7 @@ class BatchSlots:
         forward = self._prompts.next(most)
         if not self.engine.view.by_token:  # after an interrupt some layers have read these tokens, others not
             self._prompts.restart(forward)
-        first = forward.pieces[0].slot
-        entry = self._entries[first]
-        scores = None if entry is None or entry.tokens else entry.prompt_scores
-        if self._prefill.read(forward, self._draft, self._embeddings_of(first), scores):
+        if self._prefill.read(forward, self.planner.draft, self._extras_of(forward.pieces[0].slot)):
             return 0
         with self._must_finish():
             self._prompts.take(forward)
@@ -227,14 +219,16 @@ class BatchSlots:
                 self._finish_prompt(slot)
         return forward.tokens
 
-    def _embeddings_of(self, slot: int) -> Tensor | None:
-        """What the target reads in place of the tokens of the prompt in a slot, [L, H]; None: the tokens."""
+    def _extras_of(self, slot: int) -> PromptExtras:
+        """What the prompt in a slot needs besides its tokens."""
         entry = self._entries[slot]
-        if entry is None or entry.request.embeddings is None:
-            return None
-        given = entry.request.embeddings
-        rest = entry.prompt[len(given) :].to(given.device)
-        return torch.cat((given, self.engine.view.embedding[rest]))
+        if entry is None:
+            return NO_EXTRAS
+        embeddings = entry.request.embeddings
+        if embeddings is not None:
+            rest = entry.prompt[len(embeddings) :].to(embeddings.device)
+            embeddings = torch.cat((embeddings, self.engine.view.embedding[rest]))
+        return PromptExtras(embeddings, None if entry.tokens else entry.prompt_scores)
 
     def _finish_prompt(self, source: int) -> None:
         """After a slot's prompt is read, copy it to the slots that wait for the same prompt."""
@@ -262,7 +256,7 @@ class BatchSlots:
             write_options(self.sequences, begun)  # any earlier, the device would wait for it
             self._prefill.choose_roots(list(begun), self.state, mode)
             self.in_flight.send_begun(begun, self.sequences)
-            self._prefill.grow_trees(self._draft, self.state)
+            self._prefill.grow_trees(self.planner.draft, self.state)
             self.planner.levels = self.state.spec.beam_levels  # all trees were grown again
             for entry in begun.values():
                 entry.decodes = True
@@ -340,15 +334,15 @@ class BatchSlots:
     def _leave(self, slot: int, wipe: bool) -> None:
         """Let a request leave its slot, on the host."""
         entry = self._entries[slot]
-        if entry is not None and entry.decodes and self._draft is not None:
-            self._draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
-        if entry is not None and entry.decodes and self.planner.plain_steps is None and not wipe:
+        if entry is None:
+            return
+        if entry.decodes and self.planner.draft is not None:
+            self.planner.draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
+        if entry.decodes and self.planner.plain_steps is None and not wipe:
             tokens = entry.first(self.lengths[slot])
             self.sequences.pages.keep(slot, self._prefix_of(entry.request, tokens, entry.prefix))
-        if entry is not None:
-            self.in_flight.forget(entry)
-            entry.slot = -1
-        self._entries[slot] = None
+        self.in_flight.forget(entry)
+        entry.slot, self._entries[slot] = -1, None
         self._read.pop(slot, None)
 
     def _free(self, *slots: int, wipe: bool = False) -> None:

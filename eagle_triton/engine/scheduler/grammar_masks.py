@@ -39,7 +39,7 @@ class GrammarMasks:
     def write_first(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Write which tokens may come first after prompts, for requests by slot."""
         first = DraftTree([0], [-1])
-        self._write(state, entries, {slot: first for slot, entry in entries.items() if entry.root < 0})
+        self._write(state, entries, {slot: first for slot, entry in _restricted(entries).items() if entry.root < 0})
         self._roots = None
 
     def draft_forced(
@@ -118,13 +118,11 @@ class GrammarMasks:
         return not entry.failure
 
     def _write(self, state: DecodeState, entries: Mapping[int, RunningRequest], trees: Mapping[int, DraftTree]) -> None:
-        """Write masks of trees by slot; the other sequences are not restricted."""
+        """Write masks of trees by slot, of requests with a grammar; the other sequences are not restricted."""
         masks = state.masks
         assert masks is not None, "call add_masks before masks are written"
         restricted = [False] * state.batch
         for slot, tree in trees.items():
-            if entries[slot].matcher is None or entries[slot].failure:
-                continue
             try:
                 _matcher_of(entries[slot]).write_masks(tree, masks.written[slot])
             except GrammarError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +16,25 @@ from eagle_triton.operands.logit_processing import LogitRules
 
 
 def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -> None:
-    """Write the sampling and stop options of requests in some slots, and the positions of their random numbers."""
-    slots = sorted(entries)
-    where = upload(slots, torch.int64, sequences.device)
-    _write_requests(sequences, where, [entries[slot].request for slot in slots])
-    sequences.first_step[where] = upload([entries[slot].steps for slot in slots], torch.int64, sequences.device)
-    sequences.first_root[where] = upload([entries[slot].root for slot in slots], torch.int64, sequences.device)
+    """Write the sampling and stop options of requests in some slots, the lengths of their prompts, and the positions of
+    their random numbers."""
+    stops, requests = sequences.stops, [entry.request for entry in entries.values()]
+    slots = upload(list(entries), torch.int64, sequences.device)
+    SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)
+    width = stops.ids.shape[1]
+    columns: list[tuple[Tensor, list[Any]]] = [
+        (sequences.prompt_lengths, [len(request.prompt) for request in requests]),
+        (stops.ids, [[*sorted(request.stop_ids), *[-1] * (width - len(request.stop_ids))] for request in requests]),
+        (stops.limit, [len(request.prompt) + request.max_new_tokens for request in requests]),
+        (stops.exact, [request.exact for request in requests]),
+        (sequences.first_step, [entry.steps for entry in entries.values()]),
+        (sequences.first_root, [entry.root for entry in entries.values()]),
+    ]
+    for tensor, values in columns:
+        tensor[slots] = upload(values, tensor.dtype, tensor.device)
     if sequences.rules is not None:
         for slot, entry in entries.items():
             _write_rules(sequences.rules, slot, entry.request, entry.prompt)
-
-
-def _write_requests(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
-    """Write to slots [n] int64 the requests' sampling and stop options, and the lengths of their prompts."""
-    stops, device = sequences.stops, slots.device
-    SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)
-    width = stops.ids.shape[1]
-    ids = [sorted(request.stop_ids) + [-1] * (width - len(request.stop_ids)) for request in requests]
-    prompts = [len(request.prompt) for request in requests]
-    limits = [length + request.max_new_tokens for length, request in zip(prompts, requests, strict=True)]
-    sequences.prompt_lengths[slots] = upload(prompts, torch.int32, device)
-    stops.ids[slots] = upload(ids, torch.int64, device)
-    stops.limit[slots] = upload(limits, torch.int32, device)
-    stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
 
 
 def _write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -> None:

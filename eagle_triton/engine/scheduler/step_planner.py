@@ -11,7 +11,7 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import one_launch
 from eagle_triton.engine.prefill import grow_first_tree
-from eagle_triton.engine.scheduler.requests import Request, RunningRequest
+from eagle_triton.engine.scheduler.requests import RunningRequest
 from eagle_triton.engine.state import Sequences, scratch_rows
 from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -35,11 +35,6 @@ def spare_rows(spec: TreeSpec, draft: Draft | None) -> int:
     return max(scratch_rows(spec, draft), least)
 
 
-def _fits_one_launch(request: Request) -> bool:
-    """Whether one launch of all layers stays faster until a request ends."""
-    return len(request.prompt) + request.max_new_tokens <= one_launch.MAX_ROWS
-
-
 class StepOptions(NamedTuple):
     """A batch's options for every step, see `Batch`."""
 
@@ -56,7 +51,7 @@ class StepPlanner:
     state: has the tree that the next step verifies, over the first `state.batch` sequences, which decide a step's cost.
     levels: how many were scored for the tree. every_level: score all levels of adaptive trees, whatever the requests'
     gammas are. spare_rows: rows free after each sequence. plain_steps: how many were launched since the draft knew all
-    tokens; None while it does.
+    tokens; None while it does. draft: None if nothing is ever drafted.
     """
 
     def __init__(self, engine: Engine, sequences: Sequences, spec: TreeSpec, spare_rows: int, options: StepOptions):
@@ -128,6 +123,7 @@ class StepPlanner:
         orders = {request.filter_order for request in requests} - {None}
         if len(orders) > 1:
             raise ValueError("sampling: top_p_first must be equal in all sampled requests, got True and False")
+        longest = max((len(request.prompt) + request.max_new_tokens for request in requests), default=0)
         return Mode(
             sampled=bool(sampled),
             top_p_first=True in orders,
@@ -143,7 +139,7 @@ class StepPlanner:
             filtered=any(sampling.filtered for sampling in sampled),
             verification=self.options.verification,
             judge=self.options.judge,
-            one_launch=self._engine.ops.one_launch and self.only_plain_steps and all(map(_fits_one_launch, requests)),
+            one_launch=self._engine.ops.one_launch and self.only_plain_steps and longest <= one_launch.MAX_ROWS,
         )
 
     def change_tree(self, mode: Mode) -> None:

@@ -73,13 +73,14 @@ class StepsInFlight:
         """Steps in flight, the oldest first."""
         return [sent for sent in self._sent if isinstance(sent, LaunchedStep)]
 
-    def least_tokens(self, entry: RunningRequest) -> int:
-        """The least number of tokens that a request gets from what is in flight, if it does not end."""
+    def may_go_on(self, entry: RunningRequest) -> bool:
+        """Whether a request may need another step, if it gets as few tokens as possible from what is in flight."""
         exact = entry.request.exact
-        return sum(
+        least = sum(
             entry in sent.entries.values() and (isinstance(sent, LaunchedStep) or (exact and not entry.tokens))
             for sent in self._sent
         )
+        return len(entry.tokens) + least < entry.request.max_new_tokens
 
     def send_begun(self, entries: dict[int, RunningRequest], sequences: Sequences) -> None:
         """Copy the roots just chosen for some slots of the sequences to the host."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.model_view import Layer
 from eagle_triton.engine.model.model_watch import interference
 from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor, local_part
-from eagle_triton.engine.model.modules import MLP, Experts, ExpertWeights
+from eagle_triton.engine.model.modules import Experts, ExpertWeights
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.float8_experts import (
@@ -106,7 +106,9 @@ def read_experts(
         routed = RoutedExperts(router, in_float8.of_many_rows, scale)
     elif ranks is not None:
         routed = RoutedExperts(router, own_experts(experts), scale)
-    elif weights.shared is not None and _has_modules(weights.shared):
+    elif (mlp := weights.shared) and any(product.weight is None for product in (mlp.gate, mlp.up, mlp.down)):
+        # The block must not call these modules of a shared expert if families/reading/quantised.py reads them: they
+        # may still be compressed, or round their inputs.
         routed = RoutedExperts(router, experts, scale)
     return Experts(block, weights.routing.chosen, len(weights.router), weights, routed=routed, summed_over=ranks)
 
@@ -234,15 +236,16 @@ def _weights(
         gate_up, down = (_stacked(experts, parameters, name) for name in NAMES)
     else:
         _, gate_up, down = in_float8
-    router, scale = _Router(block), _scale_beside_router(block)
+    router = _Router(block)
     if other := [name for name in (*block._parameters, *block._buffers) if name not in CORRECTIONS]:
         raise _CalledAsItIs(f"has {other[0]}, which is not known here")
     for name, tensor in (*router.module.named_parameters(), *router.module.named_buffers()):
         if name not in OF_ROUTERS and (name != UNUSED_CORRECTION or tensor.any()):
             raise _CalledAsItIs(f"has {name} in its router, which is not read")
     shared = next((name for name in ("shared_expert", "shared_experts") if hasattr(block, name)), None)
+    routing = _routing_of(router, dtype)
     return ExpertWeights(
-        routing=_scaled(_routing_of(router, dtype), scale),
+        routing=replace(routing, scale=routing.scale * _scale_beside_router(block)),
         router=router.weight,
         router_bias=router.module._parameters.get("bias"),
         correction=router.correction,
@@ -296,10 +299,6 @@ def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:
     if not torch.allclose(experts._apply_gate(both), expected, atol=1e-5):
         raise _CalledAsItIs("has another activation than SwiGLU")
     return interleaved, clamp
-
-
-def _scaled(routing: Routing, scale: float) -> Routing:
-    return replace(routing, scale=routing.scale * scale)
 
 
 @torch.no_grad()
@@ -378,12 +377,6 @@ def _probe(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, other = random(64, weight.shape[1]), random(*weight.shape) * 2 * weight.shape[1] ** -0.5
     rows[:, 0], rows[40:, 0], other[:, 0] = 0, -13, 1
     return rows.to(weight.device, dtype), other.to(weight.device, weight.dtype)
-
-
-def _has_modules(shared: MLP) -> bool:
-    """Whether a shared expert has projections that are no plain linear layers. If families/reading/quantised.py reads
-    them, the block must not call them: they may still be compressed, or round their inputs."""
-    return any(projection.weight is None for projection in (shared.gate, shared.up, shared.down))
 
 
 def _gate_of_shared(block: nn.Module) -> Tensor | None:

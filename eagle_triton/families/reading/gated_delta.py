@@ -8,7 +8,7 @@ from torch import nn
 from eagle_triton.engine.model.gated_delta import GatedDelta
 from eagle_triton.engine.model.modules import Norm, Projection
 from eagle_triton.engine.model.short_conv import ShortConv
-from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.errors import UnknownLayerError
 from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.families.reading.sharded import outputs_of
 
@@ -25,13 +25,13 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
         int(read.value(name, int)) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
     )
     if heads < 1 or value_heads % heads:
-        raise UnsupportedModelError(
-            f"{where}.num_v_heads must be a multiple of num_k_heads ({heads}), got {value_heads}", "layer-types"
-        )
+        raise UnknownLayerError(f"{where}.num_v_heads must be a multiple of num_k_heads ({heads}), got {value_heads}")
     layout = next((names for names in LAYOUTS if all(hasattr(net, name) for name in names)), None)
     if layout is None:
         known = " or ".join(", ".join(names) for names in LAYOUTS)
-        raise UnsupportedModelError(f"{where} must have the projections {known}", "layer-types")
+        raise UnknownLayerError(f"{where} must have the projections {known}")
+    if getattr(net, "activation", None) not in ("silu", "swish"):
+        raise UnknownLayerError(f"{where}.activation must be silu, got {getattr(net, 'activation', None)!r}")
     keys, values = heads * key_dim, value_heads * value_dim
     rows = {
         **{"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": value_heads, "in_proj_a": value_heads},
@@ -39,7 +39,7 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
     }
     return GatedDelta(
         inputs=tuple(_projection(read, name, rows[name]) for name in layout),
-        conv=_read_conv(read, 2 * keys + values),
+        conv=_read_taps(read, "conv1d", 2 * keys + values),
         A_log=_read_gate(read, "A_log", value_heads),
         dt_bias=_read_gate(read, "dt_bias", value_heads),
         norm=_read_gated_norm(read.at("norm"), value_dim),
@@ -58,7 +58,7 @@ def read_short_conv(read: ModuleReader) -> ShortConv:
     size = outputs_of(o) or 0
     projection = _projection(read, "in_proj", 3 * size)
     if projection.bias is not None or o.bias is not None:
-        raise UnsupportedModelError(f"{read.path}.in_proj and out_proj must not have a bias (conv_bias)", "layer-types")
+        raise UnknownLayerError(f"{read.path}.in_proj and out_proj must not have a bias (conv_bias)")
     return ShortConv(projection, _read_taps(read, "conv", size), o)
 
 
@@ -66,19 +66,8 @@ def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
     projection = read.projection(name)
     found = outputs_of(projection)
     if found != rows:
-        raise UnsupportedModelError(f"{read.path}.{name} must have {rows} rows, got {found}", "layer-types")
+        raise UnknownLayerError(f"{read.path}.{name} must have {rows} rows, got {found}")
     return projection
-
-
-def _read_conv(read: ModuleReader, channels: int) -> torch.Tensor:
-    """The taps [C, W] of a causal depthwise convolution, with SiLU after it."""
-    net, where = read.module, read.path
-    weight = _read_taps(read, "conv1d", channels)
-    if getattr(net, "activation", None) not in ("silu", "swish"):
-        raise UnsupportedModelError(
-            f"{where}.activation must be silu, got {getattr(net, 'activation', None)!r}", "layer-types"
-        )
-    return weight
 
 
 def _read_taps(read: ModuleReader, name: str, channels: int) -> torch.Tensor:
@@ -87,9 +76,8 @@ def _read_taps(read: ModuleReader, name: str, channels: int) -> torch.Tensor:
     conv, weight = taps.module, taps.weight()
     expected = (channels, 1, weight.shape[-1])
     if tuple(weight.shape) != expected or conv.bias is not None or conv.stride != (1,) or conv.dilation != (1,):
-        raise UnsupportedModelError(
-            f"{taps.path} must be a depthwise convolution of {channels} channels without a bias, got {conv}",
-            "layer-types",
+        raise UnknownLayerError(
+            f"{taps.path} must be a depthwise convolution of {channels} channels without a bias, got {conv}"
         )
     return weight[:, 0]
 
@@ -98,7 +86,7 @@ def _read_gate(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
     """One number for each head."""
     tensor = read.tensor(name)
     if tuple(tensor.shape) != (heads,):
-        raise UnsupportedModelError(f"{read.path}.{name} must be [{heads}], got {list(tensor.shape)}", "layer-types")
+        raise UnknownLayerError(f"{read.path}.{name} must be [{heads}], got {list(tensor.shape)}")
     return tensor
 
 
@@ -114,6 +102,4 @@ def _read_gated_norm(read: ModuleReader, size: int) -> Norm:
         expected = expected * torch.nn.functional.silu(gate.float())
         if torch.allclose(layer(row, gate).float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
             return Norm(weight, eps)
-    raise UnsupportedModelError(
-        f"{where} ({type(layer).__name__}) does not compute an RMSNorm of [{size}], gated by SiLU", "layer-types"
-    )
+    raise UnknownLayerError(f"{where} ({type(layer).__name__}) does not compute an RMSNorm of [{size}], gated by SiLU")

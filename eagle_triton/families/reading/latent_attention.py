@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.latent_attention import LatentAttention
 from eagle_triton.engine.model.module_kinds import stored_tensors
 from eagle_triton.engine.model.modules import Projection, Rotary
-from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.errors import UnknownLayerError, UnsupportedModelError
 from eagle_triton.families.reading.float8 import is_float8_module
 from eagle_triton.families.reading.four_bits import is_four_bit_module
 from eagle_triton.families.reading.module_reader import ModuleReader
@@ -49,10 +49,9 @@ def read_latent_attention(read: ModuleReader, rotary: Rotary) -> LatentAttention
                 "latent-attention",
             )
     if rotated != 2 * len(rotary.inv_freq):
-        raise UnsupportedModelError(
+        raise UnknownLayerError(
             f"{read.path} must rotate all {rotated} elements of its rotated keys, got "
-            f"{len(rotary.inv_freq)} frequencies, each for two elements",
-            "layer-types",
+            f"{len(rotary.inv_freq)} frequencies, each for two elements"
         )
     return LatentAttention(
         q=read.projection(queries),

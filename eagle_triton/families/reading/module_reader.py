@@ -16,7 +16,7 @@ from eagle_triton.engine.model.model_watch import DECOMPRESSED, interference, is
 from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor
 from eagle_triton.engine.model.modules import MLP, Experts, Norm, Projection, Rotary, SharedEmbedding
 from eagle_triton.engine.operations import Operations
-from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.errors import UnknownLayerError, UnsupportedModelError
 from eagle_triton.families.reading.sharded import (
     Styles,
     check_sharding,
@@ -196,15 +196,11 @@ class ModuleReader:
         else:
             weight = found.weight()
         if not weight.is_contiguous():
-            raise UnsupportedModelError(
-                f"{where}.weight must be contiguous, got stride {weight.stride()}", "layer-types"
-            )
+            raise UnknownLayerError(f"{where}.weight must be contiguous, got stride {weight.stride()}")
         for name in ("variance_epsilon", "eps"):
             if isinstance(getattr(layer, name, None), float):
                 return _tried_norm(layer, weight, getattr(layer, name), where)
-        raise UnsupportedModelError(
-            f"{where} ({type(layer).__name__}) has no eps: it is not a known RMSNorm", "layer-types"
-        )
+        raise UnknownLayerError(f"{where} ({type(layer).__name__}) has no eps: it is not a known RMSNorm")
 
     def projection(self, path: str) -> Projection:
         """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, any other module as a module.
@@ -236,9 +232,7 @@ class ModuleReader:
         for name, known in ACTIVATIONS.items():
             if torch.allclose(activation(probe), known(probe), atol=1e-6):
                 return name
-        raise UnsupportedModelError(
-            f"{self.path}.{path} must be SiLU or GELU with tanh, got {activation}", "layer-types"
-        )
+        raise UnknownLayerError(f"{self.path}.{path} must be SiLU or GELU with tanh, got {activation}")
 
     def layer(
         self, path: str, rotary: Rotary, *, mixer: Mixer | None = None, mlp: Experts | None = None, **attention: Any
@@ -308,10 +302,9 @@ class ModuleReader:
             q, k, v = split_projection(all_three, sizes, f"{where}.{packed}")
         gated = _is_gated(own_outputs(q), num_heads * head_dim, f"{where}.q_proj")
         if 2 * len(rotary.inv_freq) > head_dim:
-            raise UnsupportedModelError(
+            raise UnknownLayerError(
                 f"{where} must rotate at most the {head_dim} elements of a head, got {len(rotary.inv_freq)} "
-                "frequencies, each for two elements",
-                "layer-types",
+                "frequencies, each for two elements"
             )
         q_norm, k_norm, v_norm = None, None, None
         has_norms = hasattr(attention, norms[0])
@@ -353,10 +346,7 @@ class ModuleReader:
             norm_last=family.norm_last,
         )
         if gated and found.norms_rows:
-            raise UnsupportedModelError(
-                f"{where} must not have both norms of whole rows and a gate for each head",
-                "layer-types",
-            )
+            raise UnknownLayerError(f"{where} must not have both norms of whole rows and a gate for each head")
         return found
 
 
@@ -398,9 +388,7 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
         expected = centred if zero_centred else plain
         if torch.allclose(out.float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
             return kinds[2 if zero_centred else 0]
-    raise UnsupportedModelError(
-        f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight", "layer-types"
-    )
+    raise UnknownLayerError(f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight")
 
 
 class RowsOfProjection(nn.Module):
@@ -420,7 +408,7 @@ def split_projection(packed: Projection, sizes: int | Sequence[int], where: str)
     if isinstance(sizes, int):
         sizes = [(total or 0) // sizes] * sizes
     if total != sum(sizes) or packed.summed_over or not isinstance(weight, torch.Tensor | None):
-        raise UnsupportedModelError(f"{where} must have {sum(sizes)} outputs, got {total}", "layer-types")
+        raise UnknownLayerError(f"{where} must have {sum(sizes)} outputs, got {total}")
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     if packed.joined_over is not None:
@@ -442,9 +430,7 @@ def _is_gated(q: Projection, rows: int, where: str) -> bool:
     found = outputs_of(q)
     if found not in (rows, 2 * rows):
         got = f"a {type(q.module).__name__} without out_features" if found is None else found
-        raise UnsupportedModelError(
-            f"{where} must have {rows} rows, or {2 * rows} with a gate for each head, got {got}", "layer-types"
-        )
+        raise UnknownLayerError(f"{where} must have {rows} rows, or {2 * rows} with a gate for each head, got {got}")
     return found == 2 * rows
 
 
@@ -456,18 +442,16 @@ def _read_head_norms(
     widths = len(q_norm.weight), len(k_norm.weight)
     by_head, by_row = (head_dim, head_dim), (num_heads * head_dim, num_kv_heads * head_dim)
     if widths not in (by_head, by_row):
-        raise UnsupportedModelError(
+        raise UnknownLayerError(
             f"{attention.path}.{names[0]} and {names[1]} must have weights for one head, {by_head}, or for all heads "
-            f"that are here, {by_row}, got {widths}",
-            "layer-types",
+            f"that are here, {by_row}, got {widths}"
         )
     kinds = [(norm.eps, norm.zero_centred, norm.round_first) for norm in (q_norm, k_norm)]
     if kinds[0] != kinds[1]:
-        raise UnsupportedModelError(
+        raise UnknownLayerError(
             f"{attention.path}.{names[0]} and {names[1]} must have one kind and eps, got eps {q_norm.eps} and "
             f"{k_norm.eps}, zero-centred: {q_norm.zero_centred} and {k_norm.zero_centred}, rounded before the weight: "
-            f"{q_norm.round_first} and {k_norm.round_first}",
-            "layer-types",
+            f"{q_norm.round_first} and {k_norm.round_first}"
         )
     return q_norm, k_norm
 
@@ -476,8 +460,8 @@ def _read_query_norm(attention: ModuleReader, name: str, head_dim: int) -> Norm:
     """The norm of queries, head by head, in a layer without keys."""
     norm = attention.norm(name)
     if len(norm.weight) != head_dim:
-        raise UnsupportedModelError(
-            f"{attention.path}.{name} must have the weight of a head, {head_dim}, got {len(norm.weight)}", "layer-types"
+        raise UnknownLayerError(
+            f"{attention.path}.{name} must have the weight of a head, {head_dim}, got {len(norm.weight)}"
         )
     return norm
 
@@ -486,10 +470,9 @@ def _read_value_norm(attention: ModuleReader, k_norm: Norm) -> Norm:
     """The norm of values. It has no weight. Like any kind with weights of 1, it rounds once."""
     norm, module = attention.norm("v_norm", like=k_norm.weight), attention.module.v_norm
     if norm.eps != k_norm.eps or k_norm.zero_centred or hasattr(module, "weight"):
-        raise UnsupportedModelError(
+        raise UnknownLayerError(
             f"{attention.path}.v_norm must have no weight and k_norm's eps {k_norm.eps}, beside norms that are not "
-            f"zero-centred, got {module} with eps {norm.eps}",
-            "layer-types",
+            f"zero-centred, got {module} with eps {norm.eps}"
         )
     return replace(norm, round_first=k_norm.round_first)
 
@@ -503,5 +486,5 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def read_rotary(inv_freq: Any, scaling: float, where: str, **kind: Any) -> Rotary:
     """A rotary embedding from its frequencies. kind: further fields of Rotary."""
     if not isinstance(inv_freq, torch.Tensor) or inv_freq.dim() != 1:
-        raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [r / 2]", "layer-types")
+        raise UnknownLayerError(f"{where}.inv_freq must be a tensor [r / 2]")
     return Rotary(inv_freq.float(), float(scaling), **kind)

@@ -18,7 +18,7 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model.latent_attention import LatentAttention
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.module_kinds import has_experts, is_mixture, is_plain_tensor, is_sharded_tensor
-from eagle_triton.engine.model.modules import Experts, Projection, with_changed, with_projections
+from eagle_triton.engine.model.modules import Experts, Projection, nbytes_of, with_changed, with_projections
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import blocks_read, read_experts
 from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
@@ -183,7 +183,7 @@ def _note_on_float8(read: int, called: int, mixtures: int, experts: int) -> dict
 
 
 def _note_on_four_bits(kinds: Counter[str], projections: Sequence[Projection], slow: int) -> str:
-    total = sum(tensor.nbytes for projection in projections for tensor in projection.tensors)
+    total = nbytes_of(*projections)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return (
         f"{len(projections)} projections of four bits are read by their weights, {total / 2**20:,.1f} MiB, and their "
