@@ -466,6 +466,8 @@ class TestGDNFunctions:
             ),
             ("silu, swish or None", lambda: gdn.causal_conv1d_fn(x, weight, activation="gelu")),
             ("for x", lambda: gdn.causal_conv1d_fn(x, weight, query_start_loc=slots)),
+            (r"has_initial_state must be bool \[2\]", lambda: gdn.causal_conv1d_fn(
+                x, weight, None, torch.zeros(2, 10, 3), has_initial_state=torch.tensor([True]))),
             (r"slots, 10, 3", lambda: gdn.causal_conv1d_update(x, torch.zeros(2, 3, 10), weight)),
             ("both or neither", lambda: gdn.causal_conv1d_update(
                 x, torch.zeros(2, 10, 3), weight, retrieve_next_token=parents)),

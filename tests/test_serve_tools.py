@@ -246,12 +246,14 @@ def pieces(text: str, form, step: int, reasons: bool | None = None) -> list[tupl
 
 
 NO_JSON, TOO_DEEP = '<tool_call>{"name": "\\q", "arguments": {}}', "<tool_call>" + 5000 * "["
+TOO_LONG = '<tool_call>{"arguments": {"a": ' + 5000 * "1"  # digits
 TEXTS = [
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("call", "f"), ("arguments", '{"a": 1}')]),
     (HERMES, '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
     (HERMES, "<tool_call>[1]</tool_call> x", [("content", "<tool_call>[1]</tool_call> x")]),
     (HERMES, NO_JSON, [("content", NO_JSON)]),
     (HERMES, TOO_DEEP, [("content", TOO_DEEP)]),
+    (HERMES, TOO_LONG, [("content", TOO_LONG)]),
     (
         HERMES,
         '<tool_call>{"name": "f", "arguments": {}}</tool_call> {"a": 1} x',

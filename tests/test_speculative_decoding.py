@@ -930,10 +930,13 @@ class TestNgramAssisted:
         assert all(len(counts) == 1 for counts in storage._counts.values())
 
     def test_a_storage_of_ones_own(self):
-        """The five methods are all that is asked for."""
+        """The five methods and the vocabulary's size are all that is asked for."""
 
         class Knows(library.INgramStorage):
             seen: list[list[int]]
+
+            def __init__(self):
+                self.vocab_size = 10
 
             def next_token(self, ids):
                 return (ids[:, -1] + 1) % 5, torch.ones(1, dtype=torch.bool)
@@ -950,7 +953,7 @@ class TestNgramAssisted:
             def reset(self):
                 pass
 
-        storage = Knows(2, 10)
+        storage = Knows()
         trace, rate = self.generate(storage, filler_top_k=3)
         assert rate == 1.0 and storage.seen == [[0, 1]] and trace[0].emitted == 6
 

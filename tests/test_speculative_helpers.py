@@ -54,6 +54,8 @@ def test_the_documented_defaults_and_a_tree_that_keeps_its_size():
     assert EAGLEConfig(num_draft_tokens=None).tree().nodes == 37
     assert EAGLEConfig(topk=10, num_steps=7, num_draft_tokens=None).nodes == 64
     assert EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4).tree() == TreeSpec.dynamic(4, 2, 1)
+    method = EAGLEConfig(speculative=speculative.SpeculativeConfig(method="eagle", num_speculative_tokens=4))
+    assert method.tree() == method.tree(60) == TreeSpec.chain(4)  # a method has no other
 
 
 def test_auto_trees_are_as_deep_and_wide_as_they_can_fill():

@@ -55,6 +55,10 @@ def causal_conv1d_fn(
         windows = x.new_zeros(count, *shape)
     else:
         check_slots(name, "conv_states", conv_states, slots, shape, count)
+        goes_on = has_initial_state
+        if goes_on is not None and (goes_on.dtype != torch.bool or goes_on.shape != (count,)):
+            got = f"{goes_on.dtype} {list(goes_on.shape)}"
+            raise ValueError(f"{name}: has_initial_state must be bool [{count}] or None, got {got}")
         windows = take_continued(conv_states, slots, has_initial_state)
     windows = windows.mT.to(x.dtype).contiguous()
     outputs = [

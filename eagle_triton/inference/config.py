@@ -153,13 +153,14 @@ class EAGLEConfig(EngineOptions):
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
         """The tree with `nodes` nodes (default: the configured number), at most as deep and wide as that allows."""
-        nodes, levels, width = self.nodes if nodes is None else nodes, self.num_steps, self.topk
-        if nodes != self.nodes or self.num_draft_tokens == "auto":
-            levels, width = min(levels, nodes - 1), min(width, nodes - 1)
-        tree = TreeSpec.dynamic(nodes, levels - 1, width)
         if (options := self.speculative) is not None:
             drafts = options.num_model_steps if options.method == "mtp" else options.num_speculative_tokens
             tree = TreeSpec.chain(max(drafts, 1))
+        else:
+            nodes, levels, width = self.nodes if nodes is None else nodes, self.num_steps, self.topk
+            if nodes != self.nodes or self.num_draft_tokens == "auto":
+                levels, width = min(levels, nodes - 1), min(width, nodes - 1)
+            tree = TreeSpec.dynamic(nodes, levels - 1, width)
         return dataclasses.replace(tree, adaptive=self.egag is not None)
 
     def _check_speculative(self) -> None:

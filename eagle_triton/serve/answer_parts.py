@@ -212,7 +212,7 @@ class AnswerReader:
                 raise KeyError(name)
         except json.JSONDecodeError:
             return False  # not whole yet
-        except (KeyError, TypeError, AttributeError, RecursionError):
+        except (KeyError, TypeError, AttributeError, RecursionError, ValueError):  # the last: too many digits
             return self._is_text()
         if not self._may_be_called(name):
             return self._is_text()

@@ -84,7 +84,8 @@ def ngram_assisted_speculative_generate(
         or why_not_counted(ngramstorage, stop_if_unknown, filler_top_k, filler_weight)
     )
     kind = "basic" if type(ngramstorage) is NGramStorage else "onelevel"
-    counted: dict[str, Any] = {"ngram_n": ngramstorage.n, "ngram_storage": kind, "filler_top_k": 1}
+    n = ngramstorage.n if reason is None else None  # a storage of one's own may have none
+    counted: dict[str, Any] = {"ngram_n": n, "ngram_storage": kind, "filler_top_k": 1}
     with engine_for(engine, reason, plain, method="nasd", num_speculative_tokens=gamma, **counted) as inference:
         if inference is not None:
             ngramstorage.initialize(_row(prompt))
