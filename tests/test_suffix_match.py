@@ -280,6 +280,14 @@ def test_the_local_store_wins_ties_and_prompts_are_private():
     assert cache.speculate("mine", [2, 4]).token_ids == [8]
 
 
+def test_the_limits_of_a_cache_are_fixed():
+    cache = SuffixDecodingCache(max_tree_depth=9)
+    for name in ("max_tree_depth", "max_cached_requests"):
+        with pytest.raises(AttributeError):
+            setattr(cache, name, -3)
+    assert (cache.max_tree_depth, cache.max_cached_requests) == (9, -1)
+
+
 def test_a_banned_token_ends_a_continuation():
     cache = SuffixDecodingCache(ban_tokens={7, 3})
     cache.start_request("a", [1, 2, 7, 8, 0, 1, 2, 9, 3, 5])

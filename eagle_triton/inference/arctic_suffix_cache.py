@@ -58,9 +58,9 @@ class SuffixDecodingCache:
         own output.
         """
         check_switches(parity=parity)
-        self.max_tree_depth = checked_integer("max_tree_depth", max_tree_depth, 1)
-        self.max_cached_requests = checked_integer("max_cached_requests", max_cached_requests)
-        if self.max_cached_requests < -1:
+        self._max_tree_depth = checked_integer("max_tree_depth", max_tree_depth, 1)
+        self._max_cached_requests = checked_integer("max_cached_requests", max_cached_requests)
+        if self._max_cached_requests < -1:
             raise ValueError(f"max_cached_requests must be at least -1 (no limit), got {max_cached_requests}")
         self._parity = parity
         self._banned = tuple(
@@ -68,6 +68,14 @@ class SuffixDecodingCache:
         )
         self._local: dict[Hashable, Tensor] = {}
         self._outputs: dict[Hashable, Tensor] = {}  # in the order of their starts
+
+    @property
+    def max_tree_depth(self) -> int:
+        return self._max_tree_depth
+
+    @property
+    def max_cached_requests(self) -> int:
+        return self._max_cached_requests
 
     @property
     def active_requests(self) -> KeysView[Hashable]:
@@ -85,11 +93,11 @@ class SuffixDecodingCache:
         if req_id in self._local:
             raise ValueError(f"start_request: request {req_id!r} is active already")
         self._local[req_id] = _tokens("prompt_token_ids", prompt_token_ids)
-        if self.max_cached_requests == 0:
+        if self._max_cached_requests == 0:
             return
         self._outputs.pop(req_id, None)
         self._outputs[req_id] = torch.empty(0, dtype=torch.int32)
-        while 0 < self.max_cached_requests < len(self._outputs):
+        while 0 < self._max_cached_requests < len(self._outputs):
             del self._outputs[next(iter(self._outputs))]
 
     def add_active_response(self, req_id: Hashable, token_ids: TokenIds) -> None:
@@ -133,7 +141,7 @@ class SuffixDecodingCache:
         """
         self._check_active("speculate", req_id)
         rules = SuffixRules(
-            self.max_tree_depth,
+            self._max_tree_depth,
             max_spec_tokens,
             max_spec_factor,
             max_spec_offset,
