@@ -5,10 +5,11 @@ masks), `best_first_tree` (the same from the log-probabilities of all levels at 
 `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`, `first_path` and `update_sequence`.
 
 Selection never sorts. `topk` and `expand_beam` take and remove the best value k times. Each time two int32 reductions
-find the largest of the floats' ordered bits and its lowest index. (A warp does each in one instruction.) `build_tree`
-finds the (N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower
-index, a NaN counts as -inf. `best_first_tree` takes node after node, each by two such reductions over every node's best
-child outside the tree, in one warp without barriers.
+find the largest of the floats' ordered bits and its lowest index. (A warp does each in one instruction.) For logits of
+16 bits one reduction finds both. `topk` finds the best of each chunk, then compares only the first that is left of
+each. `build_tree` finds the (N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum.
+Ties go to the lower index, a NaN counts as -inf. `best_first_tree` takes node after node, each by two such reductions
+over every node's best child outside the tree, in one warp without barriers.
 
 | name            | shape, dtype          | meaning                                                            |
 |---|---|---|

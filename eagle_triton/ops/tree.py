@@ -28,7 +28,8 @@ _TAKEN = tl.constexpr(-(2**31))  # a key below any other
 _GONE = tl.constexpr(-(2**63))  # a rank below that of any key
 
 
-_LAST_PLACE = tl.constexpr(2**13 - 1)  # of a chunk: the bits that the key of a number of 16 bits does not need
+# Of the largest chunk. A place takes the 13 bits that the key of a number of 16 bits does not need.
+_LAST_PLACE = tl.constexpr(2**13 - 1)
 
 
 class ChunkBest(NamedTuple):
