@@ -158,6 +158,40 @@ def test_references_round_as_transformers_do(qwen, dtype):
     assert_near(reference.delta_recurrent(*operands.copied()), expected, 1e-6 if dtype == torch.float32 else 8e-3)
 
 
+@pytest.mark.parametrize("count", [1, 7, 64, 200])
+def test_references_agree_with_transformers_for_mamba(count):
+    theirs = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    operands = mamba_operands("delta_chunk", count=count, heads=2, shared=3, key_dim=16, value_dim=8)
+    v, k, q = (x.unflatten(-1, (-1, 8 if x.shape[-1] == 48 else 16)) for x in operands["mixed"].split((48, 32, 32), -1))
+    inputs = v, operands["a"].flatten(2), -operands["A_log"].exp(), k, q
+    options = dict(D=operands["skip"], dt_bias=operands["dt_bias"], dt_softplus=True, dt_limit=(0.2, math.inf))
+    expected, after = theirs.mamba2_chunk_scan(
+        *inputs, 32, initial_states=operands["state"].mT, return_final_states=True, **options
+    )
+    moved = copied(operands)
+    for function in (reference.delta_recurrent, reference.delta_chunk):
+        given = copied(moved) | dict(dt_limit=(0.2, math.inf))
+        assert_near(function(**given), expected, 3e-6)
+        assert_near(given["state"], after.mT, 3e-6)
+
+    weight, bias = torch.randn(80, 4), torch.randn(80)
+    rows, window = torch.randn(2, 7, 80), torch.zeros(2, 3, 80)
+    expected = theirs.causal_conv1d_fn(rows.mT, weight, bias, "silu").mT
+    mixed = reference.causal_conv(rows[:, :, None], None, None, weight, window, bias=bias)
+    assert_near(mixed, expected, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_before_the_norm_rounds_as_in_transformers(dtype):
+    theirs = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h").NemotronHRMSNormGated(48, 16)
+    theirs.weight.data = torch.randn(48)
+    theirs.to(dtype)
+    x, z = torch.randn(2, 7, 48).to(dtype), torch.randn(2, 7, 48).to(dtype)
+    by_group = x.unflatten(-1, (3, 16)), z.unflatten(-1, (3, 16))
+    out = reference.gated_norm(*by_group, theirs.weight.data, 1e-6, gate_first=True)
+    assert torch.equal(out, theirs(x, z))
+
+
 # --------------------------------------------------------------------------------------- the references, case by case
 
 
@@ -393,6 +427,25 @@ OPERANDS = {
 }
 
 
+def mamba_operands(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes) -> dict:
+    """The operands of Mamba-2's layers: conv with a bias over one product, no b, a skip, the gate before the norm."""
+    operands = OPERANDS[name](dtype=dtype, device=device, **sizes)
+    source = torch.Generator().manual_seed(5)
+
+    def normal(size: int) -> Tensor:
+        return torch.randn(size, generator=source).to(device, dtype)
+
+    if name == "causal_conv":
+        parts = torch.cat([operands[part] for part in "qkv"], dim=-1)
+        return operands | dict(q=parts, k=None, v=None, bias=normal(len(operands["weight"])))
+    if name == "gated_norm":
+        return operands | dict(weight=normal(operands["x"][0, 0].numel()), gate_first=True)
+    if name == "commit_states":
+        return operands | dict(delta_rule=False)
+    operands["mixed"] *= 0.3  # keys keep their lengths, so answers are larger
+    return operands | dict(b=None, skip=normal(operands["state"].shape[1]))
+
+
 def copied(operands: dict) -> dict:
     """The same values in contiguous tensors of their own."""
     return {
@@ -560,6 +613,12 @@ def test_kernels_agree_with_references(device, name, dtype):
     check_against_reference(name, OPERANDS[name](dtype=dtype, device=device), WRITTEN[name])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_kernels_agree_with_references_for_mamba(device, name, dtype):
+    check_against_reference(name, mamba_operands(name, dtype, device), WRITTEN[name])
+
+
 @pytest.mark.parametrize(
     ("count", "dtype"), [(1, torch.float16), (64, torch.float32), *((9, x) for x in DTYPES)], ids=str
 )
@@ -593,6 +652,57 @@ SHAPES = {
 @pytest.mark.parametrize("name", ["delta_tree", "delta_chunk", "delta_recurrent", "commit_states"])
 def test_heads_of_any_shape(device, name, sizes):
     check_against_reference(name, OPERANDS[name](count=9, device=device, **sizes), WRITTEN[name])
+    check_against_reference(name, mamba_operands(name, count=9, device=device, **sizes), WRITTEN[name])
+
+
+@BOTH
+@pytest.mark.parametrize("limit", [(0.0, math.inf), (0.4, 0.9)])
+@pytest.mark.parametrize("count", [1, 64, 130])
+def test_chunks_of_mamba_are_their_tokens(device, module, count, limit):
+    operands = mamba_operands("delta_chunk", device=device, count=count, heads=1) | dict(dt_limit=limit)
+    expected = copied(operands)
+    assert_near(module.delta_chunk(**operands), reference.delta_recurrent(**expected), 4e-6)
+    assert_near(operands["state"], expected["state"], 4e-6)
+
+
+@BOTH
+def test_pieces_of_mamba_are_their_prompt(device, module):
+    """Two prompts in three pieces; the first prompt finds no memory in its slot."""
+    columns = [(1, 0, 20), (0, 40, 20), (0, 60, 7)]
+    pieces = PromptPieces(*torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous())
+    operands = mamba_operands("delta_chunk", device=device, count=20, heads=1)
+    operands |= {name: torch.cat((operands[name], operands[name][:1] + 1)) for name in ("mixed", "a")}
+    given = copied(operands)
+    out = module.delta_chunk(**operands, pieces=pieces)
+    first, other = given | {n: given[n][:1] for n in ("mixed", "a")}, given | {
+        n: torch.cat((given[n][1], given[n][2, :7]))[None] for n in ("mixed", "a")
+    }
+    first["state"], other["state"] = torch.zeros_like(given["state"][1:]), given["state"][:1]
+    assert_near(out[0], reference.delta_recurrent(**first)[0], 4e-6)
+    assert_near(torch.cat((out[1], out[2, :7])), reference.delta_recurrent(**other)[0], 4e-6)
+    assert_near(operands["state"], torch.cat((other["state"], first["state"])), 4e-6)
+
+
+@BOTH
+@pytest.mark.parametrize(("count", "depth"), [(9, 4), (60, 8)])
+def test_trees_of_mamba_are_their_paths(device, module, count, depth):
+    """Each path as a chain, and the states that it leaves."""
+    grown = tree(count, depth, 3, device)
+    operands = mamba_operands("delta_tree", device=device, count=count, heads=1, key_dim=32, value_dim=16)
+    one = {name: value[:1] if name in ("mixed", "a", "state", "gates") else value for name, value in operands.items()}
+    one |= dict(ancestors=grown.ancestors, depth=grown.depth)
+    outputs = module.delta_tree(**one)
+    raw = torch.randn_like(one["mixed"])
+    for path in grown.paths[:4]:
+        chain = {name: value for name, value in one.items() if name not in ("ancestors", "depth", "gates")}
+        chain |= {name: one[name][:, path] for name in ("mixed", "a")} | dict(state=one["state"].clone())
+        assert_near(outputs[:, path], reference.delta_recurrent(**chain), 4e-6)
+        states, windows = one["state"][None].clone(), torch.zeros(1, 1, 3, raw.shape[-1], device=device)
+        taken = torch.tensor([path], dtype=torch.int32, device=device)
+        trees = raw[None], one["mixed"][None], one["gates"][None]
+        last = torch.tensor([len(path) - 1], dtype=torch.int32, device=device)
+        module.commit_states(states, windows, *trees, taken, last, delta_rule=False)
+        assert_near(states[0], chain["state"], 4e-6)
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 130])

@@ -39,23 +39,28 @@ class PromptPieces(NamedTuple):
 
 def check_causal_conv(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     weight: Tensor,
     window: Tensor,
     ancestors: Tensor | None,
+    bias: Tensor | None,
     raw: Tensor | None,
     out: Tensor | None,
     pieces: PromptPieces | None = None,
 ) -> None:
     name = "causal_conv"
+    if (k is None) != (v is None):
+        raise ValueError(f"{name}: give both k and v, or neither of them")
     if pieces is not None and not (ancestors is None and raw is None and out is None):
         raise ValueError(f"{name}: pieces of prompts cannot have ancestors, raw or out")
     products = {"q": (q, "B n H K", None), "k": (k, "B n H K", q.dtype), "v": (v, "B n H RV", q.dtype)}
     sizes = check_tensors(name, {**products, "weight": (weight, "C W>0", FLOATS)})
-    sizes |= {"C": sizes["H"] * (2 * sizes["K"] + sizes["RV"]), "window": sizes["W"] - 1}
+    widths = sizes["K"] if k is None else 2 * sizes["K"] + sizes["RV"]
+    sizes |= {"C": sizes["H"] * widths, "window": sizes["W"] - 1}
     tensors = {
         "weight": (weight, "C W", q.dtype),
+        "bias": (bias, "C", q.dtype),
         "window": (window, "B window C" if pieces is None else "slots window C", q.dtype),
         "raw": (raw, "B n C", q.dtype),
         "out": (out, "B n C", q.dtype),
@@ -109,12 +114,15 @@ def check_delta(
     name: str,
     mixed: Tensor,
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
     pieces: PromptPieces | None = None,
+    skip: Tensor | None = None,
 ) -> None:
+    if skip is not None and b is not None:
+        raise ValueError(f"{name}: only Mamba-2, which has no b, has a skip")
     sizes = check_tensors(name, {"a": (a, "B n>0 H R", mixed.dtype)}, device=mixed.device)
     tensors = {
         "b": (b, "B n H R", mixed.dtype),
@@ -122,6 +130,7 @@ def check_delta(
         "mixed": (mixed, "B n C", FLOATS),
         "A_log": (A_log, "HV", FLOATS),
         "dt_bias": (dt_bias, "HV", FLOATS),
+        "skip": (skip, "HV", FLOATS),
         **_fields(pieces),
     }
     sizes = check_tensors(name, tensors, device=mixed.device, **sizes, HV=sizes["H"] * sizes["R"])
@@ -142,9 +151,11 @@ def check_tree(mixed: Tensor, state: Tensor, ancestors: Tensor, depth: int, gate
     check_tensors("delta_tree", tensors, device=mixed.device, **sizes)
 
 
-def check_gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> None:
-    tensors = {"x": (x, "B n HV V", FLOATS), "z": (z, "B n H RV", x.dtype), "weight": (weight, "V", x.dtype)}
+def check_gated_norm(x: Tensor, z: Tensor, weight: Tensor, gate_first: bool = False) -> None:
+    tensors = {"x": (x, "B n HV V", FLOATS), "z": (z, "B n H RV", x.dtype)}
     sizes = check_tensors("gated_norm", tensors)
+    columns = sizes["V"] * (sizes["HV"] if gate_first else 1)
+    check_tensors("gated_norm", {"weight": (weight, "columns", x.dtype)}, device=x.device, columns=columns)
     if sizes["H"] * sizes["RV"] != sizes["HV"] * sizes["V"] or sizes["HV"] % max(sizes["H"], 1):
         raise ValueError(
             f"gated_norm: z must be [B, n, H, R V] for x's {sizes['HV']} = R H heads of V = {sizes['V']}, got "

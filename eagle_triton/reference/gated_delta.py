@@ -1,4 +1,4 @@
-"""Gated delta rule (Yang et al., arXiv 2412.06464): a layer's memory of a sequence is one matrix for each head.
+"""Gated delta rule (Yang et al., arXiv 2412.06464) and Mamba-2: a layer's memory of a sequence is one matrix per head.
 
 A token with key k, value v, decay exp(g) and strength beta updates a head's state S [K, V] and gives the output o for
 its query q:
@@ -18,6 +18,13 @@ system:
 Then `commit_states` updates the states by the accepted path, token by token. So every bit of the states depends on the
 committed tokens only.
 
+Without b an operation computes the layer of Mamba-2 (Dao and Gu, arXiv 2405.21060). It has no delta rule:
+
+    S <- exp(-exp(A_log) dt) S + dt k v';   o = S' q + skip v,   dt = softplus(a + dt_bias) within dt_limit
+
+Its names for q, k, v, a and skip are C, B, x, dt and D. q and k are taken as they are, `mixed` has first all v, then
+all k, then all q, and beta is dt.
+
 | name      | shape, dtype             | meaning                                                               |
 |---|---|---|
 | q, k      | [B, n, H, K]             | products, any strides but a contiguous last dimension                 |
@@ -35,6 +42,7 @@ the dtype of b, outputs to the model's dtype. Everything else is fp32, except th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -47,29 +55,32 @@ from eagle_triton.operands.gated_delta import MAX_NODES, PromptPieces
 
 def causal_conv(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     weight: Tensor,
     window: Tensor,
     ancestors: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     raw: Tensor | None = None,
     out: Tensor | None = None,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
-    """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors), channel by channel.
+    """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors, + bias [C]), channel by channel.
 
-    A node's predecessors are its ancestors; the root's are in `window`, the newest last. Without `ancestors` the tokens
+    Without k and v all channels are in q. A node's predecessors are its ancestors; the root's are in `window`, the newest last. Without `ancestors` the tokens
     are consecutive, and the window is updated in place. raw [B, n, C]: gets q, k and v. Returns mixed [B, n, C], in
     `out` if given. pieces: the B rows are pieces of prompts in some slots, and `window` [slots, W - 1, C] has all
     slots; then ancestors, raw and out must be None. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
+    operands.check_causal_conv(q, k, v, weight, window, ancestors, bias, raw, out, pieces)
+    rows = torch.cat([part.flatten(2) for part in (q, k, v) if part is not None], dim=-1)
     if pieces is not None:
-        mixed = torch.zeros(*q.shape[:2], weight.shape[0], dtype=q.dtype, device=q.device)
-        return _by_sequence(pieces, mixed, window, (q, k, v), lambda q, k, v, mine: causal_conv(q, k, v, weight, mine))
-    rows = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1)
-    mixed = functional.silu(_convolved(rows, weight, window, ancestors))
+        mixed = torch.zeros_like(rows)
+        return _by_sequence(
+            pieces, mixed, window, (rows,), lambda rows, mine: functional.silu(_convolved(rows, weight, mine, bias=bias))
+        )
+    mixed = functional.silu(_convolved(rows, weight, window, ancestors, bias))
     if raw is not None:
         raw.copy_(rows)
     return mixed if out is None else out.copy_(mixed)
@@ -100,7 +111,9 @@ def gated_conv(
     return c * _convolved(rows, weight, window, ancestors)
 
 
-def _convolved(rows: Tensor, weight: Tensor, window: Tensor, ancestors: Tensor | None) -> Tensor:
+def _convolved(
+    rows: Tensor, weight: Tensor, window: Tensor, ancestors: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """The sum over taps, in the dtype of rows [B, n, C]. Without ancestors the window is updated in place."""
     batch, count, channels = rows.shape
     taps, kept = weight.shape[1], window.shape[1]
@@ -113,6 +126,8 @@ def _convolved(rows: Tensor, weight: Tensor, window: Tensor, ancestors: Tensor |
     for tap, place in enumerate(reversed(places)):
         row = known.gather(1, place.clamp(min=0)[..., None].expand(-1, -1, channels)).float()
         total += weight[:, tap].float() * row
+    if bias is not None:
+        total += bias.float()
     if ancestors is None:
         window.copy_(known[:, known.shape[1] - kept :])
     return total.to(rows.dtype)
@@ -121,7 +136,7 @@ def _convolved(rows: Tensor, weight: Tensor, window: Tensor, ancestors: Tensor |
 def delta_tree(
     mixed: Tensor,
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
@@ -129,21 +144,23 @@ def delta_tree(
     depth: int,
     *,
     gates: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> Tensor:
     """Outputs [B, n, HV, V] of a tree's nodes, each after `state` and its ancestors. The state does not change.
 
-    n is at most 64; no node is deeper than `depth`; A_log, dt_bias [HV]; `gates` is filled if given. Raises ValueError
-    if shapes, dtypes or devices do not fit.
+    n is at most 64; no node is deeper than `depth`; A_log, dt_bias, skip [HV]; `gates` is filled if given. Raises
+    ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)
+    operands.check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state, skip=skip)
     operands.check_tree(mixed, state, ancestors, depth, gates)
-    q, k, v = _heads(mixed, state)
+    q, k, v = _heads(mixed, state, b is not None)
     g, beta = gating(a, b, A_log, dt_bias)
     count = mixed.shape[1]
     node = torch.arange(count, device=mixed.device)
     seen = ((ancestors[..., 0, None] >> node) & 1).bool()[:, None]  # [B, 1, n, n]
     total = (seen * g.transpose(1, 2)[:, :, None].double()).sum(-1)  # [B, HV, n]
-    outputs, _ = _outputs(q, k, v, beta.transpose(1, 2), total, seen, state)
+    outputs, _ = _outputs(q, k, v, beta.transpose(1, 2), total, seen, state, b is not None)
+    outputs = _with_skip(outputs, v, skip)
     if gates is not None:
         gates.copy_(torch.stack((g, beta), dim=2))
     return outputs.transpose(1, 2).to(mixed.dtype)
@@ -152,11 +169,14 @@ def delta_tree(
 def delta_chunk(
     mixed: Tensor,
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
     pieces: PromptPieces | None = None,
+    *,
+    skip: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
     """`delta_recurrent` in chunks of 64 tokens: each chunk is computed as a tree that is a chain, then the state is
     updated.
@@ -164,21 +184,26 @@ def delta_chunk(
     pieces: the B rows are pieces of prompts in some slots, and `state` [slots, HV, K, V] has all slots. Each piece is a
     chunk of at most 64 tokens.
     """
-    operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
+    operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces, skip)
     if pieces is not None:
+
+        def read(mixed: Tensor, a: Tensor, *others: Tensor) -> Tensor:
+            *gate, mine = others
+            return delta_chunk(mixed, a, *(gate or [None]), A_log, dt_bias, mine, skip=skip, dt_limit=dt_limit)
+
         out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        return _by_sequence(
-            pieces, out, state, (mixed, a, b), lambda mixed, a, b, mine: delta_chunk(mixed, a, b, A_log, dt_bias, mine)
-        )
+        rows = (mixed, a) if b is None else (mixed, a, b)
+        return _by_sequence(pieces, out, state, rows, read)
     outputs = []
     for first in range(0, mixed.shape[1], MAX_NODES):
         part = slice(first, first + MAX_NODES)
-        q, k, v = _heads(mixed[:, part], state)
-        g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], b[:, part], A_log, dt_bias))
+        q, k, v = _heads(mixed[:, part], state, b is not None)
+        own_b = None if b is None else b[:, part]
+        g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], own_b, A_log, dt_bias, dt_limit))
         total = g.double().cumsum(-1)
         seen = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).tril()
-        chunk, update = _outputs(q, k, v, beta, total, seen, state)
-        outputs.append(chunk)
+        chunk, update = _outputs(q, k, v, beta, total, seen, state, b is not None)
+        outputs.append(_with_skip(chunk, v, skip))
         decay_to_end, kept = (total[..., -1:] - total).exp().float(), total[..., -1].exp().float()
         state.copy_(kept[..., None, None] * state + (k * decay_to_end[..., None]).mT @ update)
     return torch.cat(outputs, dim=2).transpose(1, 2).to(mixed.dtype)
@@ -200,31 +225,45 @@ def _by_sequence(
     return out
 
 
-def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
+def delta_recurrent(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    *,
+    skip: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
     """Outputs [B, n, HV, V] of consecutive tokens; `state` is updated in place, token by token.
 
-    A_log, dt_bias [HV]. Raises ValueError if shapes, dtypes or devices do not fit.
+    A_log, dt_bias, skip [HV]. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state)
-    q, k, v = _heads(mixed, state)
-    g, beta = gating(a, b, A_log, dt_bias)
+    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip)
+    q, k, v = _heads(mixed, state, b is not None)
+    g, beta = gating(a, b, A_log, dt_bias, dt_limit)
     outputs = []
     for token in range(mixed.shape[1]):
-        state.copy_(_next_state(state, k[:, :, token], v[:, :, token], g[:, token], beta[:, token]))
+        state.copy_(_next_state(state, k[:, :, token], v[:, :, token], g[:, token], beta[:, token], b is not None))
         outputs.append((q[:, :, token, None] @ state)[:, :, 0])
-    return torch.stack(outputs, dim=1).to(mixed.dtype)
+    return _with_skip(torch.stack(outputs, dim=2), v, skip).transpose(1, 2).to(mixed.dtype)
 
 
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) * silu(z) over each head of V: [B, n, HV * V].
 
-    x [B, n, HV, V]; weight [V]. Like in Hugging Face's models, the normalised value is rounded before the weight, and
-    the product before the gate. Raises ValueError if shapes, dtypes or devices do not fit.
+    x [B, n, HV, V]; weight [V]. gate_first: x * silu(z) is normed instead, and weight is [HV * V] (Mamba-2, with its
+    groups as heads). Like in Hugging Face's models, the normalised value is rounded before the weight, and the product
+    before a gate. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_gated_norm(x, z, weight)
-    wide = x.float()
-    normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return (normed * functional.silu(z.reshape(x.shape).float())).to(x.dtype).flatten(2)
+    operands.check_gated_norm(x, z, weight, gate_first)
+    gate = functional.silu(z.reshape(x.shape).float())
+    wide = x.float() * gate if gate_first else x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    if gate_first:
+        return weight * normed.flatten(2)
+    return (weight * normed * gate).to(x.dtype).flatten(2)
 
 
 def commit_states(
@@ -235,21 +274,23 @@ def commit_states(
     gates: Tensor,
     path: Tensor,
     accepted: Tensor,
+    *,
+    delta_rule: bool = True,
 ) -> None:
     """Update the states and windows of L layers by the accepted path, in place: token by token, in fp32.
 
     states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] of the trees;
-    path [B, P] int32: node indices, the first accepted + 1 are used; accepted [B] int32, -1: no change. Raises
-    ValueError if shapes, dtypes or devices do not fit.
+    path [B, P] int32: node indices, the first accepted + 1 are used; accepted [B] int32, -1: no change. delta_rule:
+    False for Mamba-2. Raises ValueError if shapes, dtypes or devices do not fit.
     """
     operands.check_commit_states(states, windows, raw, mixed, gates, path, accepted)
     for layer, state in enumerate(states):
-        _, k, v = _heads(mixed[layer], state)
+        _, k, v = _heads(mixed[layer], state, delta_rule)
         for step in range(path.shape[1]):
             node = path[:, step].clamp(min=0).long()
             pick = torch.arange(len(node), device=node.device), slice(None), node
             g, beta = gates[layer][pick[0], node].unbind(1)
-            after = _next_state(state, k[pick], v[pick], g, beta)
+            after = _next_state(state, k[pick], v[pick], g, beta, delta_rule)
             state.copy_(torch.where((step <= accepted)[:, None, None, None], after, state))
     commit_windows(windows, raw, path, accepted)
 
@@ -270,10 +311,17 @@ def commit_windows(windows: Tensor, raw: Tensor, path: Tensor, accepted: Tensor)
             window.copy_(torch.where((step <= accepted)[:, None, None], moved, window))
 
 
-def gating(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b) rounded to b's dtype: [B, n, HV] fp32 each."""
-    g = -A_log.float().exp() * functional.softplus(a.flatten(2).float() + dt_bias.float())
-    return g, b.flatten(2).sigmoid().float()
+def gating(
+    a: Tensor, b: Tensor | None, A_log: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float] = (0.0, math.inf)
+) -> tuple[Tensor, Tensor]:
+    """g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b) rounded to b's dtype: [B, n, HV] fp32 each. Without
+    b the softplus is within dt_limit, and beta is the same."""
+    dt = functional.softplus(a.flatten(2).float() + dt_bias.float())
+    if b is None:
+        dt = beta = dt.clamp(*dt_limit)
+    else:
+        beta = b.flatten(2).sigmoid().float()
+    return -A_log.float().exp() * dt, beta
 
 
 def _before(place: Tensor, ancestors: Tensor | None, kept: int) -> Tensor:
@@ -287,20 +335,26 @@ def _before(place: Tensor, ancestors: Tensor | None, kept: int) -> Tensor:
     return torch.where(place >= kept, kept + parent.gather(1, (place - kept).clamp(min=0)), place - 1)
 
 
-def _heads(mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, HV, n, K] normed, v [B, HV, n, V] in fp32; key heads are repeated for their value heads."""
+def _heads(mixed: Tensor, state: Tensor, delta_rule: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B, HV, n, K], normed for the delta rule, and v [B, HV, n, V] in fp32; key heads are repeated for their value
+    heads."""
     value_heads, key_dim, value_dim = state.shape[1:]
-    keys = (mixed.shape[-1] - value_heads * value_dim) // 2
-    q, k, v = mixed.float().split((keys, keys, value_heads * value_dim), dim=-1)
+    values = value_heads * value_dim
+    keys = (mixed.shape[-1] - values) // 2
+    if delta_rule:
+        q, k, v = mixed.float().split((keys, keys, values), dim=-1)
+    else:
+        v, k, q = mixed.float().split((values, keys, keys), dim=-1)
     q, k = (x.unflatten(-1, (-1, key_dim)).transpose(1, 2) for x in (q, k))
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    shared = value_heads // q.shape[1]
-    q, k = (x.repeat_interleave(shared, dim=1) for x in (q * key_dim**-0.5, k))
+    if delta_rule:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q = q * key_dim**-0.5
+    q, k = (x.repeat_interleave(value_heads // x.shape[1], dim=1) for x in (q, k))
     return q, k, v.unflatten(-1, (value_heads, value_dim)).transpose(1, 2)
 
 
 def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, seen: Tensor, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, seen: Tensor, state: Tensor, delta_rule: bool
 ) -> tuple[Tensor, Tensor]:
     """Outputs and updates [B, HV, n, V] of nodes; seen [.., n, n]: which see which; beta, total [B, HV, n].
 
@@ -308,14 +362,22 @@ def _outputs(
     """
     between = torch.where(seen, total[..., :, None] - total[..., None, :], 0.0).exp().float() * seen
     since_state = total.exp().float()[..., None]
-    right = beta[..., None] * (v - since_state * (k @ state))
-    system = beta[..., None] * (k @ k.mT) * between
-    update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    update = beta[..., None] * v
+    if delta_rule:
+        right = beta[..., None] * (v - since_state * (k @ state))
+        system = beta[..., None] * (k @ k.mT) * between
+        update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     return since_state * (q @ state) + ((q @ k.mT) * between) @ update, update
 
 
-def _next_state(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+def _with_skip(outputs: Tensor, v: Tensor, skip: Tensor | None) -> Tensor:
+    """outputs + skip [HV] * v, [B, HV, n, V]."""
+    return outputs if skip is None else outputs + skip.float()[:, None, None] * v
+
+
+def _next_state(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, delta_rule: bool) -> Tensor:
     """The state [B, HV, K, V] after one more token; k [B, HV, K], v [B, HV, V], g and beta [B, HV]."""
     decayed = state * g.exp()[..., None, None]
-    update = beta[..., None] * (v - (decayed * k[..., None]).sum(-2))
-    return decayed + k[..., None] * update[..., None, :]
+    if delta_rule:
+        v = v - (decayed * k[..., None]).sum(-2)
+    return decayed + k[..., None] * (beta[..., None] * v)[..., None, :]

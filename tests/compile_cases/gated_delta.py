@@ -42,6 +42,25 @@ def _commit_windows() -> None:
     kernels.commit_windows(bf16(10, 4, 2, 2048), bf16(10, 4, 60, 2048), i32(4, 9), i32(4))
 
 
+def _mamba(count: int, groups: int = 8, heads: int = 128) -> tuple:
+    """Nemotron-H's: 8 groups with states of 128, 128 heads of 64."""
+    rows = bf16(4, count, 64 * heads + 2 * groups * 128), bf16(4, count, groups, heads // groups), None
+    return *rows, fp32(heads), fp32(heads), fp32(4, heads, 128, 64)
+
+
+def _commit_mamba() -> None:
+    mixed = bf16(48, 4, 60, 10240)
+    states, windows, gates = fp32(48, 4, 128, 128, 64), bf16(48, 4, 3, 10240), fp32(48, 4, 60, 2, 128)
+    kernels.commit_states(states, windows, mixed, mixed, gates, i32(4, 9), i32(4), delta_rule=False)
+
+
+def _mamba_conv(count: int, *ancestors, **options) -> None:
+    product, weight, window = bf16(4, count, 1, 10240), bf16(10240, 4), bf16(4, 3, 10240)
+    kernels.causal_conv(product, None, None, weight, window, *ancestors, bias=bf16(10240), **options)
+
+
+_SKIP = {"skip": bf16(128)}
+
 CASES = [
     *(
         case
@@ -71,4 +90,23 @@ CASES = [
     *launches("a gated chain", _gated_conv, 512),
     *launches("gated pieces", _gated_conv, 64, pieces=_PIECES),
     *launches("windows", _commit_windows),
+    *(
+        case
+        for targets in _KINDS
+        for case in (
+            *launches(
+                "60 of Mamba", kernels.delta_tree, *_mamba(60), i64(4, 60, 1), 8, gates=fp32(4, 60, 2, 128), **_SKIP,
+                targets=targets, options=_MMA,
+            ),
+            *launches("Mamba's prompts", kernels.delta_chunk, *_mamba(512), **_SKIP, targets=targets, options=_MMA),
+        )
+    ),
+    *launches("Mamba's tokens", kernels.delta_recurrent, *_mamba(1), **_SKIP),
+    *launches("Mamba's states", _commit_mamba),
+    *launches(
+        "Mamba's groups", kernels.gated_norm, bf16(4, 60, 8, 1024), bf16(4, 60, 8, 1024), bf16(8192), 1e-6,
+        gate_first=True,
+    ),
+    *launches("Mamba's tree", _mamba_conv, 60, i64(4, 60, 1), raw=bf16(4, 60, 10240)),
+    *launches("Mamba's chain", _mamba_conv, 512),
 ]

@@ -1,6 +1,8 @@
-"""The gated delta rule by chunks of 64 tokens: a chunk is solved as a tree, then the state moves on."""
+"""The gated delta rule, or Mamba-2's, by chunks of 64 tokens: a chunk is computed as a tree, then the state moves on."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -17,6 +19,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
     States,
     inverse_length,
     parts_of_token,
+    skipped,
     state_offsets,
 )
 from eagle_triton.ops.gated_delta.tree import Nodes, load_gates, load_rows, node_rows
@@ -65,7 +68,7 @@ def rows_of_chunk(first, nodes, tokens, chunk, k_first, count, SHAPE: tl.constex
     k_rows = load_rows(tokens, token.to(tl.int64), token < count, k_first, SHAPE.K, SHAPE.BLOCK_K)
     distance = place[None, :] - row[:, None]
     seen, later = one_if_positive(distance + 1), one_if_positive(distance)
-    return node_rows(k_rows, nodes, seen, later, later, PARTS)
+    return node_rows(k_rows, nodes, seen, later, later, SHAPE, PARTS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["count", "counts_ptr"])
@@ -102,11 +105,12 @@ def _chunk_matrices_kernel(
     g, beta = load_gates(gate_inputs, batch, rows, row_ok, value_head, SHAPE.HV // SHAPE.H)
     sees = one_if_positive(place[None, :] - place[:, None] + 1)
     decay = tl.exp(tl.sum(sees * g[:, None], 0))
-    q_factor, k_factor = inverse_length(q.to(tl.float32), 1) * scale, inverse_length(k.to(tl.float32), 1)
+    q_factor = inverse_length(q.to(tl.float32), 1, SHAPE) * scale
+    k_factor = inverse_length(k.to(tl.float32), 1, SHAPE)
     nodes = Nodes(q, k, g, beta, q_factor, k_factor, sees)
     upper_system, upper_reading = rows_of_chunk(0, nodes, tokens, chunk, k_first, count, SHAPE, PARTS)
     lower_system, lower_reading = rows_of_chunk(32, nodes, tokens, chunk, k_first, count, SHAPE, PARTS)
-    system, reading = on_top(upper_system, lower_system, PARTS), on_top(upper_reading, lower_reading, PARTS)
+    reading = on_top(upper_reading, lower_reading, PARTS)
     item = (batch * SHAPE.HV + value_head) * tl.num_programs(0) + chunk
     tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
     tl.store(tile + _CHUNK * _CHUNK, reading)
@@ -117,18 +121,21 @@ def _chunk_matrices_kernel(
     later = place[:, None] > place[None, :]
     tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(later, g[:, None], 0.0), 0)))
     tl.store(factor + 4 * _CHUNK, decay)
-    inverse = part_inverses(system)
-    within = (place // _PART)[:, None] == (place // _PART)[None, :]
-    between = square_dot(inverse, tl.where(within, 0.0, system), PARTS)
-    solved = inverse
-    for _ in range(_CHUNK // _PART - 1):  # as substitute, from the left
-        solved = inverse - square_dot(between, solved, PARTS)
-    tl.store(tile, solved)
+    if SHAPE.DELTA:
+        system = on_top(upper_system, lower_system, PARTS)
+        inverse = part_inverses(system)
+        within = (place // _PART)[:, None] == (place // _PART)[None, :]
+        between = square_dot(inverse, tl.where(within, 0.0, system), PARTS)
+        solved = inverse
+        for _ in range(_CHUNK // _PART - 1):  # as substitute, from the left
+            solved = inverse - square_dot(between, solved, PARTS)
+        tl.store(tile, solved)
 
 
 @triton.jit(do_not_specialize_on_alignment=["count", "slots_ptr", "starts_ptr", "counts_ptr", "pieces"])
 def _delta_chunk_kernel(
     mixed,
+    skip_ptr,
     matrices_ptr,
     factors_ptr,
     states,
@@ -180,10 +187,15 @@ def _delta_chunk_kernel(
         v = tl.trans(load_rows(tokens, rows, row_ok, v_first + first, SHAPE.V - first, SHAPE.BLOCK_V))
         of_values, of_keys = tl.load(factor + place), tl.load(factor + _CHUNK + place)
         of_queries, of_updates = tl.load(factor + 2 * _CHUNK + place), tl.load(factor + 3 * _CHUNK + place)
-        right = of_values[None, :] * v.to(tl.float32) - of_keys[None, :] * model_dot(state, tl.trans(k), PARTS)
+        update = of_values[None, :] * v.to(tl.float32)
+        if SHAPE.DELTA:
+            update -= of_keys[None, :] * model_dot(state, tl.trans(k), PARTS)
         answers = of_queries[None, :] * model_dot(state, tl.trans(q), PARTS)
-        update = wide_dot(right, tl.load(tile), PARTS)
+        if SHAPE.DELTA:
+            update = wide_dot(update, tl.load(tile), PARTS)
         answers += wide_dot(update, tl.load(tile + _CHUNK * _CHUNK), PARTS)
+        if skip_ptr is not None:
+            answers += skipped(skip_ptr, value_head, v)
         out = out_ptr + out_rows[None, :] * (SHAPE.HV * SHAPE.V) + column[:, None]
         tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=written[None, :] & (column < SHAPE.V)[:, None])
         decay = tl.load(factor + 5 * _CHUNK - 1)
@@ -203,18 +215,21 @@ def stages(device: torch.device) -> int:
 def delta_chunk(
     mixed: Tensor,
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
     pieces: PromptPieces | None = None,
+    *,
+    skip: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
     """`delta_recurrent` by chunks of 64 tokens; see reference.gated_delta.delta_chunk.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
-    check_rows_contiguous("delta_chunk", mixed=mixed, A_log=A_log, dt_bias=dt_bias)
+    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces, skip)
+    check_rows_contiguous("delta_chunk", mixed=mixed, A_log=A_log, dt_bias=dt_bias, skip=skip)
     check_heads_contiguous("delta_chunk", "state", state)
     batch, count, _ = mixed.shape
     _, value_heads, _, value_dim = state.shape
@@ -225,16 +240,17 @@ def delta_chunk(
     chunks = triton.cdiv(count, CHUNK)
     matrices = state.new_empty(batch, value_heads, chunks, 2, CHUNK, CHUNK)
     factors = state.new_empty(batch, value_heads, chunks, 5, CHUNK)
-    shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
+    block_v = min(BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
+    shape = HeadShape.of(state, a.shape[2], block_v, b is not None, least_block_k=16)
     rows, parts = view(BatchedRows, mixed), bf16_parts(mixed)
     overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
         rows,
-        GateInputs.of(a, b, A_log, dt_bias),
+        GateInputs.of(a, b, A_log, dt_bias, None, dt_limit),
         None if pieces is None else pieces.counts,
         matrices,
         factors,
         count,
-        shape.K**-0.5,
+        shape.scale,
         SHAPE=shape,
         PARTS=parts,
         num_warps=MATRICES_WARPS,
@@ -242,6 +258,7 @@ def delta_chunk(
     )
     overlapped(_delta_chunk_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch), mixed.device)(
         rows,
+        skip,
         matrices,
         factors,
         view(States, state),

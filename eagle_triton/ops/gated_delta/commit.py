@@ -131,6 +131,8 @@ def commit_states(
     gates: Tensor,
     path: Tensor,
     accepted: Tensor,
+    *,
+    delta_rule: bool = True,
 ) -> None:
     """Take the accepted path into states and windows, in place; see reference.gated_delta.commit_states.
 
@@ -143,7 +145,8 @@ def commit_states(
     kept, channels = windows.shape[2:]
     if not states.numel() or not path.numel():
         return
-    shape = HeadShape.of(states, (channels - value_heads * value_dim) // (2 * key_dim), column_block(value_dim))
+    key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
+    shape = HeadShape.of(states, key_heads, column_block(value_dim), delta_rule)
     block_c = min(BLOCK_C, triton.next_power_of_2(channels))
     programs = value_heads * triton.cdiv(value_dim, shape.BLOCK_V) + (triton.cdiv(channels, block_c) if kept else 0)
     overlapped(_commit_states_kernel, (layers * batch, programs), states.device)(

@@ -1,4 +1,4 @@
-"""Short convolutions along the paths of a tree or a chain: before the gated delta rule, and LFM2's."""
+"""Short convolutions along the paths of a tree or a chain: of gated delta nets, Mamba-2 and LFM2."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Convolution(NamedTuple):
     """The operands that q, k and v of one sequence share, over the model's channels."""
 
     weight: Matrix
+    bias: Tensor | None
     window: Matrix
     ancestors: Vector | None
     raw: Matrix | None
@@ -159,6 +160,8 @@ def conv_block(
             before &= ~(tl.full((), 1, tl.int64) << parent.to(tl.int64))
         else:
             place -= 1
+    if conv.bias is not None:
+        total += tl.load(conv.bias + channel, mask=(in_part < SIZE)[None, :], other=0.0).to(tl.float32)
     kind = conv.out.ptr.dtype.element_ty
     total = rounded(total, kind)
     if GATES > 0:
@@ -182,6 +185,7 @@ def _causal_conv_kernel(
     k,
     v,
     weight,
+    bias_ptr,
     window,
     ancestors_ptr,
     raw,
@@ -217,7 +221,7 @@ def _causal_conv_kernel(
         ancestors = Vector(ancestors_ptr + batch * stride_ab, stride_an)
     if raw is not None:
         raw = Matrix(raw.ptr + batch * raw.batch, raw.row, 1)
-    conv = Convolution(weight, window, ancestors, raw, out)
+    conv = Convolution(weight, bias_ptr, window, ancestors, raw, out)
     if block < key_blocks:
         conv_block(q, batch, block, conv, chain, 0, KEYS, SHAPE.K, PIECES, SHAPE)
     elif block < 2 * key_blocks:
@@ -233,12 +237,13 @@ def warps(block_n: int, block_c: int) -> int:
 
 def causal_conv(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     weight: Tensor,
     window: Tensor,
     ancestors: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     raw: Tensor | None = None,
     out: Tensor | None = None,
     pieces: PromptPieces | None = None,
@@ -247,14 +252,16 @@ def causal_conv(
 
     Raises ValueError before anything is written if arguments do not fit.
     """
-    check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
-    check_rows_contiguous("causal_conv", q=q, k=k, v=v, window=window, raw=raw, out=out)
+    check_causal_conv(q, k, v, weight, window, ancestors, bias, raw, out, pieces)
+    check_rows_contiguous("causal_conv", q=q, k=k, v=v, window=window, bias=bias, raw=raw, out=out)
     batch, count, heads, width = q.shape
-    keys, values = heads * width, heads * v.shape[3]
-    mixed = q.new_empty(batch, count, 2 * keys + values) if out is None else out
+    if k is None or v is None:
+        parts, sizes = (q, q, q), (0, heads * width, 1, width)
+    else:
+        parts, sizes = (q, k, v), (heads * width, heads * v.shape[3], width, v.shape[3])
+    mixed = q.new_empty(batch, count, len(weight)) if out is None else out
     if mixed.numel():
-        sizes = keys, values, width, v.shape[3]
-        _launch((q, k, v), sizes, weight, window, ancestors, raw, pieces, mixed)
+        _launch(parts, sizes, weight, bias, window, ancestors, raw, pieces, mixed)
     return mixed
 
 
@@ -278,7 +285,7 @@ def gated_conv(
     if out.numel():
         values = x[:, :, None, 2 * channels :]
         sizes = 0, channels, 1, channels
-        _launch((values, values, values), sizes, weight, window, ancestors, raw, pieces, out, gates=channels)
+        _launch((values, values, values), sizes, weight, None, window, ancestors, raw, pieces, out, gates=channels)
     return out
 
 
@@ -286,6 +293,7 @@ def _launch(
     parts: tuple[Tensor, Tensor, Tensor],
     sizes: tuple[int, int, int, int],
     weight: Tensor,
+    bias: Tensor | None,
     window: Tensor,
     ancestors: Tensor | None,
     raw: Tensor | None,
@@ -308,6 +316,7 @@ def _launch(
     overlapped(_causal_conv_kernel, (triton.cdiv(count, shape.BLOCK_N), blocks, batch), out.device)(
         *(view(Heads, part) for part in parts),
         view(Matrix, weight),
+        bias,
         view(BatchedRows, window),
         ancestors,
         view(BatchedRows, raw),

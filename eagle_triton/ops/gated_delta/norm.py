@@ -30,9 +30,10 @@ def _gated_norm_kernel(
     V: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of heads, B * n): a program norms HEADS heads of one row."""
+    """Grid (blocks of heads, B * n): a program norms HEADS heads of one row. GATE_FIRST: the weight has all heads."""
     await_inputs(PDL)
     row = tl.program_id(1).to(tl.int64)
     batch, node = row // count, row % count
@@ -43,19 +44,24 @@ def _gated_norm_kernel(
     z_offset = head // R * z.head + head % R * V
     x = tl.load(x_ptr + head[:, None] * x.head + column[None, :], mask=ok, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + z_offset[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=column < V, other=0.0).to(tl.float32)[None, :]
     kind = out_ptr.dtype.element_ty
-    x = rounded(rounded(normalise(x, eps, V), kind) * weight, kind) * (z / (1.0 + tl.exp(-z)))
+    z = z / (1.0 + tl.exp(-z))
+    if GATE_FIRST:
+        weight = tl.load(weight_ptr + head[:, None] * V + column[None, :], mask=ok, other=0.0).to(tl.float32)
+        x = rounded(normalise(x * z, eps, V), kind) * weight
+    else:
+        weight = tl.load(weight_ptr + column, mask=column < V, other=0.0).to(tl.float32)[None, :]
+        x = rounded(rounded(normalise(x, eps, V), kind) * weight, kind) * z
     out = out_ptr + row * (HV * V) + head[:, None] * V + column[None, :]
     tl.store(out, x.to(kind), mask=ok)
 
 
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) * silu(z) over each head; see reference.gated_delta.gated_norm.
 
     Raises ValueError before the launch if shapes, dtypes, devices or strides do not fit.
     """
-    check_gated_norm(x, z, weight)
+    check_gated_norm(x, z, weight, gate_first)
     check_rows_contiguous("gated_norm", x=x, z=z, weight=weight)
     batch, count, value_heads, value_dim = x.shape
     out = x.new_empty(batch, count, value_heads * value_dim)
@@ -75,6 +81,7 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         V=value_dim,
         HEADS=heads,
         BLOCK_V=block_v,
-        num_warps=WARPS,
+        GATE_FIRST=gate_first,
+        num_warps=WARPS if heads * block_v <= TILE else 8,
     )
     return out

@@ -1,7 +1,11 @@
-"""The gated delta rule token by token, with one order of fp32 sums: the state depends only on the tokens."""
+"""The gated delta rule, or Mamba-2's, token by token, with one order of fp32 sums: the state depends only on the tokens.
+
+Without b all kernels here compute Mamba-2's layer; see reference.gated_delta.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -11,7 +15,7 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import check_delta
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.ops.views import BatchedRows, view
+from eagle_triton.ops.views import BatchedRows, Vector, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -21,7 +25,8 @@ WARPS = 4
 
 
 class HeadShape(NamedTuple):
-    """A constexpr of kernels: H key heads of K, HV value heads of V, and a program's tile of a head's state."""
+    """A constexpr of kernels: H key heads of K, HV value heads of V, and a program's tile of a head's state. DELTA: the
+    gated delta rule, otherwise Mamba-2's."""
 
     H: int
     HV: int
@@ -29,12 +34,18 @@ class HeadShape(NamedTuple):
     V: int
     BLOCK_K: int
     BLOCK_V: int
+    DELTA: bool
 
     @staticmethod
-    def of(state: Tensor, key_heads: int, block_v: int, least_block_k: int = 1) -> HeadShape:
+    def of(state: Tensor, key_heads: int, block_v: int, delta: bool, least_block_k: int = 1) -> HeadShape:
         value_heads, key_dim, value_dim = state.shape[-3:]
         block_k = max(least_block_k, triton.next_power_of_2(key_dim))
-        return HeadShape(key_heads, value_heads, key_dim, value_dim, block_k, block_v)
+        return HeadShape(key_heads, value_heads, key_dim, value_dim, block_k, block_v, delta)
+
+    @property
+    def scale(self) -> float:
+        """Of scores."""
+        return self.K**-0.5 if self.DELTA else 1.0
 
 
 class HeadValues(NamedTuple):
@@ -48,16 +59,28 @@ class HeadValues(NamedTuple):
 
 
 class GateInputs(NamedTuple):
-    """The operands of g and beta."""
+    """The operands of g and beta. Without b: steps from `least_dt` to `most_dt`, and a factor `skip` [HV] for values in
+    the output, if there is one."""
 
     a: HeadValues
-    b: HeadValues
+    b: HeadValues | None
     A_log: Tensor
     dt_bias: Tensor
+    skip: Tensor | None
+    least_dt: float | None
+    most_dt: float | None
 
     @staticmethod
-    def of(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> GateInputs:
-        return GateInputs(view(HeadValues, a), view(HeadValues, b), A_log, dt_bias)
+    def of(
+        a: Tensor,
+        b: Tensor | None,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor | None = None,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> GateInputs:
+        limits = (None, None) if b is not None else dt_limit
+        return GateInputs(view(HeadValues, a), view(HeadValues, b), A_log, dt_bias, skip, *limits)
 
 
 class States(NamedTuple):
@@ -68,27 +91,56 @@ class States(NamedTuple):
 
 
 @triton.jit
-def gating(a, b, A_log, dt_bias, DTYPE: tl.constexpr):
-    """g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b) rounded to DTYPE, of fp32 values."""
-    x = a + dt_bias
-    grown = tl.exp(tl.minimum(x, 20.0))
-    one = 1.0 + grown
-    small = tl.where(one == 1.0, grown, tl.log(one) * (grown / tl.where(one == 1.0, 1.0, one - 1.0)))  # log1p
-    g = -tl.exp(A_log) * tl.where(x > 20.0, x, small)
-    return g, rounded(1.0 / (1.0 + tl.exp(-b)), DTYPE)
+def value_row(values, batch, value_head, SHARED: tl.constexpr):
+    """One value head of a sequence, as (pointer, distance of rows); None for None."""
+    if values is None:
+        return None
+    else:
+        place = value_head // SHARED * values.head + value_head % SHARED * values.shared
+        return Vector(values.ptr + (batch * values.batch + place), values.row)
 
 
 @triton.jit
-def inverse_length(x, AXIS: tl.constexpr):
-    """The factor that gives a query or key length 1."""
-    return tl.rsqrt(tl.sum(x * x, AXIS) + 1e-6)
+def gating(gate_inputs, a, b, A_log, dt_bias):
+    """g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), rounded to b's dtype; without b beta is dt, the
+    softplus within its limits, and g = -exp(A_log) dt."""
+    x = a.to(tl.float32) + dt_bias
+    grown = tl.exp(tl.minimum(x, 20.0))
+    one = 1.0 + grown
+    small = tl.where(one == 1.0, grown, tl.log(one) * (grown / tl.where(one == 1.0, 1.0, one - 1.0)))  # log1p
+    dt = tl.where(x > 20.0, x, small)
+    if b is None:
+        dt = tl.minimum(tl.maximum(dt, gate_inputs.least_dt), gate_inputs.most_dt)
+        beta = dt
+    else:
+        beta = rounded(1.0 / (1.0 + tl.exp(-b.to(tl.float32))), b.dtype)
+    return -tl.exp(A_log) * dt, beta
+
+
+@triton.jit
+def inverse_length(x, AXIS: tl.constexpr, SHAPE: tl.constexpr):
+    """The factor that gives a query or key length 1; 1.0 where they keep their length."""
+    if SHAPE.DELTA:
+        return tl.rsqrt(tl.sum(x * x, AXIS) + 1e-6)
+    else:
+        return tl.sum(tl.zeros_like(x), AXIS) + 1.0
 
 
 @triton.jit
 def parts_of_token(value_head, SHAPE: tl.constexpr):
     """Where q, k and v of a value head begin in a row of `mixed`."""
     head = value_head // (SHAPE.HV // SHAPE.H)
-    return head * SHAPE.K, (SHAPE.H + head) * SHAPE.K, 2 * SHAPE.H * SHAPE.K + value_head * SHAPE.V
+    if SHAPE.DELTA:
+        return head * SHAPE.K, (SHAPE.H + head) * SHAPE.K, 2 * SHAPE.H * SHAPE.K + value_head * SHAPE.V
+    else:
+        k_first = SHAPE.HV * SHAPE.V + head * SHAPE.K
+        return k_first + SHAPE.H * SHAPE.K, k_first, value_head * SHAPE.V
+
+
+@triton.jit
+def skipped(skip_ptr, value_head, v):
+    """What a head's outputs get from the values v of their own tokens."""
+    return tl.load(skip_ptr + value_head).to(tl.float32) * v.to(tl.float32)
 
 
 @triton.jit
@@ -106,10 +158,11 @@ def take_in(state, k_ptr, v_ptr, g, beta, first, SHAPE: tl.constexpr):
     row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
     k = tl.load(k_ptr + row, mask=row < SHAPE.K, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + column, mask=column < SHAPE.V, other=0.0).to(tl.float32)
-    k = (k * inverse_length(k, 0))[:, None]
+    k = (k * inverse_length(k, 0, SHAPE))[:, None]
     state = state * tl.exp(g)
-    update = beta * (v - tl.sum(state * k, 0))
-    return tl.fma(k, update[None, :], state)
+    if SHAPE.DELTA:
+        v -= tl.sum(state * k, 0)
+    return tl.fma(k, (beta * v)[None, :], state)
 
 
 @triton.jit(do_not_specialize_on_alignment=["gates_ptr", "stride_gb", "stride_gn", "stride_gg", "count"])
@@ -132,13 +185,11 @@ def _delta_recurrent_kernel(
     state."""
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    a, b = gate_inputs.a, gate_inputs.b
-    shared: tl.constexpr = SHAPE.HV // SHAPE.H
-    first, head = block * SHAPE.BLOCK_V, value_head // shared
+    first = block * SHAPE.BLOCK_V
     row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
     mixed_ptr = mixed.ptr + batch * mixed.batch
-    a_ptr = a.ptr + (batch * a.batch + head * a.head + value_head % shared * a.shared)
-    b_ptr = b.ptr + (batch * b.batch + head * b.head + value_head % shared * b.shared)
+    a_row = value_row(gate_inputs.a, batch, value_head, SHAPE.HV // SHAPE.H)
+    b_row = value_row(gate_inputs.b, batch, value_head, SHAPE.HV // SHAPE.H)
     A_log = tl.load(gate_inputs.A_log + value_head).to(tl.float32)
     dt_bias = tl.load(gate_inputs.dt_bias + value_head).to(tl.float32)
     offsets, inside = state_offsets(value_head, first, SHAPE)
@@ -148,17 +199,18 @@ def _delta_recurrent_kernel(
     for step in range(count):
         token = tl.full((), 0, tl.int64) + step
         tokens = mixed_ptr + token * mixed.row
-        g, beta = gating(
-            tl.load(a_ptr + token * a.row).to(tl.float32),
-            tl.load(b_ptr + token * b.row).to(tl.float32),
-            A_log,
-            dt_bias,
-            b_ptr.dtype.element_ty,
-        )
+        b = None
+        if b_row is not None:
+            b = tl.load(b_row.ptr + token * b_row.item)
+        g, beta = gating(gate_inputs, tl.load(a_row.ptr + token * a_row.item), b, A_log, dt_bias)
         state = take_in(state, tokens + k_first, tokens + v_first, g, beta, first, SHAPE)
         q = tl.load(tokens + q_first + row, mask=row < SHAPE.K, other=0.0).to(tl.float32)
-        q = (q * inverse_length(q, 0) * scale)[:, None]
-        answer = tl.sum(state * q, 0).to(out_ptr.dtype.element_ty)
+        q = (q * inverse_length(q, 0, SHAPE) * scale)[:, None]
+        answer = tl.sum(state * q, 0)
+        if gate_inputs.skip is not None:
+            v = tl.load(tokens + v_first + column, mask=column < SHAPE.V, other=0.0)
+            answer += skipped(gate_inputs.skip, value_head, v)
+        answer = answer.to(out_ptr.dtype.element_ty)
         out = out_ptr + ((batch * count + token) * SHAPE.HV + value_head) * SHAPE.V
         tl.store(out + column, answer, mask=column < SHAPE.V)
         if gates_ptr is not None:
@@ -169,27 +221,29 @@ def _delta_recurrent_kernel(
         tl.store(state_ptr + offsets, state, mask=inside)
 
 
-def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
+def delta_recurrent(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    *,
+    skip: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
     """Outputs of tokens that `state` takes in one by one, in place; see reference.gated_delta.delta_recurrent.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state)
-    check_rows_contiguous("delta_recurrent", mixed=mixed, A_log=A_log, dt_bias=dt_bias)
+    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip)
+    check_rows_contiguous("delta_recurrent", mixed=mixed, A_log=A_log, dt_bias=dt_bias, skip=skip)
     check_heads_contiguous("delta_recurrent", "state", state)
-    return launch_recurrent(mixed, a, b, A_log, dt_bias, state, None, keep=True)
+    return launch_recurrent(mixed, GateInputs.of(a, b, A_log, dt_bias, skip, dt_limit), a.shape[2], state, None, True)
 
 
 def launch_recurrent(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    gates: Tensor | None,
-    *,
-    keep: bool,
+    mixed: Tensor, gate_inputs: GateInputs, key_heads: int, state: Tensor, gates: Tensor | None, keep: bool
 ) -> Tensor:
     """delta_recurrent of checked operands; without `keep` the state does not change. Fills `gates` [B, n, 2, HV]."""
     batch, count, _ = mixed.shape
@@ -197,16 +251,16 @@ def launch_recurrent(
     out = mixed.new_empty(batch, count, value_heads, value_dim)
     if not out.numel():
         return out
-    shape = HeadShape.of(state, a.shape[2], column_block(value_dim))
+    shape = HeadShape.of(state, key_heads, column_block(value_dim), gate_inputs.b is not None)
     overlapped(_delta_recurrent_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch), mixed.device)(
         view(BatchedRows, mixed),
-        GateInputs.of(a, b, A_log, dt_bias),
+        gate_inputs,
         view(States, state),
         gates,
         out,
         *((0, 0, 0) if gates is None else gates.stride()[:3]),
         count,
-        shape.K**-0.5,
+        shape.scale,
         SHAPE=shape,
         KEEP=keep,
         num_warps=WARPS,

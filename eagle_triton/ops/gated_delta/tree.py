@@ -1,4 +1,4 @@
-"""The outputs of all nodes of a tree after one state: one triangular system for each head."""
+"""The outputs of all nodes of a tree after one state: for the delta rule, one triangular system for each head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from eagle_triton.ops.gated_delta.recurrent import (
     inverse_length,
     launch_recurrent,
     parts_of_token,
+    skipped,
     state_offsets,
+    value_row,
 )
 from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
@@ -60,15 +62,17 @@ def load_gates(gate_inputs, batch, rows, row_ok, value_head, SHARED: tl.constexp
     lines: tl.constexpr = 256 // rows.shape[0]
     line = tl.arange(0, lines)[:, None]
     ok, rows = row_ok[None, :] & (line == 0), rows[None, :] + 0 * line
-    a, b = gate_inputs.a, gate_inputs.b
-    a_ptr = a.ptr + batch * a.batch + (value_head // SHARED * a.head + value_head % SHARED * a.shared)
-    b_ptr = b.ptr + batch * b.batch + (value_head // SHARED * b.head + value_head % SHARED * b.shared)
+    a_row = value_row(gate_inputs.a, batch, value_head, SHARED)
+    b_row = value_row(gate_inputs.b, batch, value_head, SHARED)
+    b = None
+    if b_row is not None:
+        b = tl.load(b_row.ptr + rows * b_row.item, mask=ok, other=0.0)
     g, beta = gating(
-        tl.load(a_ptr + rows * a.row, mask=ok, other=0.0).to(tl.float32),
-        tl.load(b_ptr + rows * b.row, mask=ok, other=0.0).to(tl.float32),
+        gate_inputs,
+        tl.load(a_row.ptr + rows * a_row.item, mask=ok, other=0.0),
+        b,
         tl.load(gate_inputs.A_log + value_head).to(tl.float32),
         tl.load(gate_inputs.dt_bias + value_head).to(tl.float32),
-        b_ptr.dtype.element_ty,
     )
     return tl.sum(tl.where(ok, g, 0.0), 0), tl.sum(tl.where(ok, beta, 0.0), 0)
 
@@ -96,9 +100,9 @@ def sums_between(unseen, sees, g, PARTS: tl.constexpr):
 
 
 @triton.jit
-def node_rows(k_rows, nodes, seen, strict, unseen, PARTS: tl.constexpr):
+def node_rows(k_rows, nodes, seen, strict, unseen, SHAPE: tl.constexpr, PARTS: tl.constexpr):
     """Rows j of R nodes, for columns i of all N nodes, of two transposed matrices, [R, N] each: one of the updates'
-    system, one from updates to outputs.
+    system, which only the delta rule has, and one from updates to outputs.
 
     k_rows [R, K] has the model's dtype, so products of keys and queries are exact in 16 bits. The masks are 0.0 or 1.0,
     [R, N]. seen: node j is i or an ancestor of i; strict: an ancestor; unseen: the column's node is neither j nor an
@@ -106,20 +110,22 @@ def node_rows(k_rows, nodes, seen, strict, unseen, PARTS: tl.constexpr):
     the root would drown in rounding.
     """
     between = sums_between(unseen, nodes.sees, nodes.g, PARTS)
-    between = tl.exp(between) * inverse_length(k_rows.to(tl.float32), 1)[:, None]
-    system = pair_dot(k_rows, tl.trans(nodes.k), PARTS) * between * (nodes.beta * nodes.k_factor)[None, :] * strict
+    between = tl.exp(between) * inverse_length(k_rows.to(tl.float32), 1, SHAPE)[:, None]
     reading = pair_dot(k_rows, tl.trans(nodes.q), PARTS) * between * nodes.q_factor[None, :] * seen
+    system = reading
+    if SHAPE.DELTA:
+        system = pair_dot(k_rows, tl.trans(nodes.k), PARTS) * between * (nodes.beta * nodes.k_factor)[None, :] * strict
     return system, reading
 
 
 @triton.jit
-def rows_of_tree(mine, word, first, k_rows, nodes, PARTS: tl.constexpr):
+def rows_of_tree(mine, word, first, k_rows, nodes, SHAPE: tl.constexpr, PARTS: tl.constexpr):
     """node_rows of R nodes of a tree from `first` on. Their ancestors are `mine` [R]; all nodes' are `word` [N]."""
     row, node = first + tl.arange(0, mine.shape[0]), tl.arange(0, word.shape[0])
     itself = tl.full((1,), 1, tl.int64) << node.to(tl.int64)
     seen, strict = bits(word[None, :], row[:, None]), bits((word & ~itself)[None, :], row[:, None])
     unseen = bits(~mine[:, None], node[None, :])
-    return node_rows(k_rows, nodes, seen, strict, unseen, PARTS)
+    return node_rows(k_rows, nodes, seen, strict, unseen, SHAPE, PARTS)
 
 
 @triton.jit(
@@ -177,18 +183,27 @@ def _delta_tree_kernel(
     sees = bits(word[None, :], node[:, None])
     decay = tl.exp(tl.sum(sees * g[:, None], 0))
 
-    q_factor, k_factor = inverse_length(q.to(tl.float32), 1) * scale, inverse_length(k.to(tl.float32), 1)
+    q_factor = inverse_length(q.to(tl.float32), 1, SHAPE) * scale
+    k_factor = inverse_length(k.to(tl.float32), 1, SHAPE)
     nodes = Nodes(q, k, g, beta, q_factor, k_factor, sees)
     upper_k = load_rows(tokens, upper.to(tl.int64), upper < count, k_first, SHAPE.K, SHAPE.BLOCK_K)
-    system, reading = rows_of_tree(upper_word, word, 0, upper_k, nodes, PARTS)
+    system, reading = rows_of_tree(upper_word, word, 0, upper_k, nodes, SHAPE, PARTS)
     if BLOCK_N > HALF:
         lower_k = load_rows(tokens, lower.to(tl.int64), lower < count, k_first, SHAPE.K, SHAPE.BLOCK_K)
-        lower_system, lower_reading = rows_of_tree(lower_word, word, HALF, lower_k, nodes, PARTS)
-        system, reading = on_top(system, lower_system, PARTS), on_top(reading, lower_reading, PARTS)
-    right, answers = model_dot(state, tl.trans(k), PARTS), model_dot(state, tl.trans(q), PARTS)
-    right = beta[None, :] * (v.to(tl.float32) - (decay * k_factor)[None, :] * right)
-    update = substitute(system, right, depth, PARTS)
+        lower_system, lower_reading = rows_of_tree(lower_word, word, HALF, lower_k, nodes, SHAPE, PARTS)
+        if SHAPE.DELTA:
+            system = on_top(system, lower_system, PARTS)
+        reading = on_top(reading, lower_reading, PARTS)
+    if SHAPE.DELTA:
+        right, answers = model_dot(state, tl.trans(k), PARTS), model_dot(state, tl.trans(q), PARTS)
+        right = beta[None, :] * (v.to(tl.float32) - (decay * k_factor)[None, :] * right)
+        update = substitute(system, right, depth, PARTS)
+    else:
+        answers = model_dot(state, tl.trans(q), PARTS)
+        update = beta[None, :] * v.to(tl.float32)
     answers = (decay * q_factor)[None, :] * answers + wide_dot(update, reading, PARTS)
+    if gate_inputs.skip is not None:
+        answers += skipped(gate_inputs.skip, value_head, v)
     out = out_ptr + ((batch * count + node)[None, :] * SHAPE.HV + value_head) * SHAPE.V + column[:, None]
     tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=node_ok[None, :] & (column < SHAPE.V)[:, None])
 
@@ -196,7 +211,7 @@ def _delta_tree_kernel(
 def delta_tree(
     mixed: Tensor,
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
@@ -204,26 +219,29 @@ def delta_tree(
     depth: int,
     *,
     gates: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> Tensor:
     """Outputs of a tree's nodes; see reference.gated_delta.delta_tree.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)
+    check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state, skip=skip)
     check_tree(mixed, state, ancestors, depth, gates)
-    check_rows_contiguous("delta_tree", mixed=mixed, A_log=A_log, dt_bias=dt_bias, gates=gates)
+    check_rows_contiguous("delta_tree", mixed=mixed, A_log=A_log, dt_bias=dt_bias, gates=gates, skip=skip)
     check_heads_contiguous("delta_tree", "state", state)
     batch, count, _ = mixed.shape
+    gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip)
     if count == 1:
-        return launch_recurrent(mixed, a, b, A_log, dt_bias, state, gates, keep=False)
+        return launch_recurrent(mixed, gate_inputs, a.shape[2], state, gates, keep=False)
     _, value_heads, _, value_dim = state.shape
     out = mixed.new_empty(batch, count, value_heads, value_dim)
     if not out.numel():
         return out
-    shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
+    block_v = min(BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
+    shape = HeadShape.of(state, a.shape[2], block_v, b is not None, least_block_k=16)
     launch(_delta_tree_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch))(
         view(BatchedRows, mixed),
-        GateInputs.of(a, b, A_log, dt_bias),
+        gate_inputs,
         view(States, state),
         ancestors,
         gates,
@@ -232,7 +250,7 @@ def delta_tree(
         *((0, 0, 0) if gates is None else gates.stride()[:3]),
         count,
         min(depth, count - 1),
-        shape.K**-0.5,
+        shape.scale,
         SHAPE=shape,
         PARTS=bf16_parts(mixed, in_turn=True),
         BLOCK_N=FEW_NODES if count <= FEW_NODES else 64,
