@@ -674,9 +674,10 @@ def test_pieces_of_mamba_are_their_prompt(device, module):
     operands |= {name: torch.cat((operands[name], operands[name][:1] + 1)) for name in ("mixed", "a")}
     given = copied(operands)
     out = module.delta_chunk(**operands, pieces=pieces)
-    first, other = given | {n: given[n][:1] for n in ("mixed", "a")}, given | {
-        n: torch.cat((given[n][1], given[n][2, :7]))[None] for n in ("mixed", "a")
-    }
+    first, other = (
+        given | {n: given[n][:1] for n in ("mixed", "a")},
+        given | {n: torch.cat((given[n][1], given[n][2, :7]))[None] for n in ("mixed", "a")},
+    )
     first["state"], other["state"] = torch.zeros_like(given["state"][1:]), given["state"][:1]
     assert_near(out[0], reference.delta_recurrent(**first)[0], 4e-6)
     assert_near(torch.cat((out[1], out[2, :7])), reference.delta_recurrent(**other)[0], 4e-6)

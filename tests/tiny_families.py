@@ -43,6 +43,8 @@ LATENT = dict(num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_he
 LATENT_EXPERTS = dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1,
     routed_scaling_factor=1.5, norm_topk_prob=True, num_experts_per_tok=3, moe_intermediate_size=32)  # fmt: skip
 
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_expand=2, mamba_chunk_size=16,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"])  # fmt: skip
 LFM = dict(conv_L_cache=3, layer_types=["conv", "full_attention", "conv", "conv"])
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -123,6 +125,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", dict(num_experts=8, num_dense_layers=1, **LFM, **QWEN_EXPERTS)),
     "lfm3": ("lfm3", dict(sliding_window=8, head_dim=16, **LFM | {"conv_L_cache": 5, "layer_types": [
         "conv", "sliding_attention", "conv", "full_attention"]})),
+    "granitemoehybrid": ("granitemoehybrid", dict(num_local_experts=8, num_experts_per_tok=3, mamba_n_groups=2,
+        shared_intermediate_size=48, **MAMBA, **MULTIPLIERS)),
+    "granitemoehybrid that rotates": ("granitemoehybrid", dict(num_local_experts=0, position_embedding_type="rope",
+        shared_intermediate_size=96, mamba_conv_bias=False, time_step_limit=(0.3, 0.9), **MAMBA, **MULTIPLIERS)),
+    "bamba": ("bamba", dict(attn_layer_indices=[2], **{k: v for k, v in MAMBA.items() if k != "layer_types"})),
     "gpt_oss": ("gpt_oss", dict(num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         **YARN, "truncate": False}, **SLIDING)),
 }  # fmt: skip
@@ -131,7 +138,8 @@ SIMILAR = (
     *("hyperclovax without post-norms", "seed_oss", "exaone", "exaone4 without windows", "internlm3", "iquestcoder"),
     *("cwm", "helium", "glm", "sarvam_moe", "dots1", "solar_open", "olmoe", "granitemoe", "glm4_moe", "olmo3", "gemma"),
     *("qwen2_moe", "mixtral", "exaone_moe", "mellum", "vaultgemma", "granite_swa", "afmoe", "minimax_m2", "hy_v3"),
-    *("lfm2", "lfm2_moe", "lfm3"),  # without heads and trees of the model itself: see test_lfm2.py
+    *("lfm2", "lfm2_moe", "lfm3"),  # without heads and trees of the model itself: see test_recurrent_families.py
+    *("granitemoehybrid", "granitemoehybrid that rotates", "bamba"),  # likewise
 )
 """Cases that show trees, kernels and heads nothing that others do not. tests/test_experts.py runs their mixtures."""
 

@@ -13,11 +13,10 @@ from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.model.mixers import Mixer
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
-from eagle_triton.engine.model.modules import Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
+from eagle_triton.engine.model.modules import MLP, Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnknownLayerError, UnsupportedModelError
-from eagle_triton.families.reading.experts import RoutedExperts, own_experts, read_experts
-from eagle_triton.families.reading.gated_delta import read_gated_delta, read_short_conv
+from eagle_triton.families.reading.experts import RoutedExperts, own_experts, read_experts, with_shared
 from eagle_triton.families.reading.latent_attention import read_latent_attention
 from eagle_triton.families.reading.module_reader import (
     ModuleReader,
@@ -28,6 +27,7 @@ from eagle_triton.families.reading.module_reader import (
     read_embedding_scale,
     read_rotary,
 )
+from eagle_triton.families.reading.recurrent import read_gated_delta, read_mamba2, read_short_conv
 from eagle_triton.families.reading.sharded import ranks_of, styles_of
 from eagle_triton.models.families import (
     FAMILIES,
@@ -276,7 +276,8 @@ class LayerReader:
         assert body.dtype is not None
         self._body, self._dtype, self._config, self._sources = body, body.dtype, config, sources
         self._family = FAMILIES[config.model_type]
-        self._rotary = body.at(self._family.rotary)
+        rotates = getattr(body.module, self._family.rotary, body) is not None
+        self._rotary = body.at(self._family.rotary) if rotates else None
         self._local_rotary = getattr(body.module, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
         self._rotaries: dict[tuple[str | None, float | None], Rotary] = {}  # by kind of layer and theta
 
@@ -287,14 +288,11 @@ class LayerReader:
             for name in family.norms
         ]
         input_norm, mixer_norm, post_norm, mlp_norm = norms
-        mlp = read.at(family.mlp)
         return Layer(
             input_norm=input_norm,
             mixer=self._mixer(read, index),
             post_norm=post_norm,
-            mlp=read_experts(mlp.module, self._dtype, root=mlp.path, styles=mlp.styles)
-            if is_mixture(mlp.module)
-            else read.mlp(family.mlp, family),
+            mlp=self._feed_forward(read),
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=read.factor(family.update_scale),
@@ -302,6 +300,18 @@ class LayerReader:
             beside=self._beside(read),
             input_block=self._input_block(read),
         )
+
+    def _feed_forward(self, read: ModuleReader) -> MLP | Experts:
+        def mixture(name: str) -> Experts:
+            block = read.at(name)
+            return read_experts(block.module, self._dtype, root=block.path, styles=block.styles)
+
+        family, mlp = self._family, read.value(self._family.mlp, nn.Module)
+        if is_mixture(mlp):
+            return mixture(family.mlp)
+        if family.experts is None or read.value(family.experts) is None:
+            return read.mlp(family.mlp, family)
+        return with_shared(mixture(family.experts), read.mlp(family.mlp, family), mlp)
 
     def _input_block(self, read: ModuleReader) -> LayerInputBlock | None:
         if not (self._family.layer_inputs and hasattr(read.module, "per_layer_input_gate")):
@@ -359,6 +369,8 @@ class LayerReader:
     def _mixer(self, read: ModuleReader, index: int) -> Mixer:
         if hasattr(read.module, "linear_attn"):
             return read_gated_delta(read.at("linear_attn"))
+        if getattr(read.module, "mamba", None) is not None:
+            return read_mamba2(read.at("mamba"))
         if hasattr(read.module, "conv"):
             return read_short_conv(read.at("conv"))
         family, config, attention = self._family, self._config, read.at("self_attn")
@@ -387,6 +399,8 @@ class LayerReader:
 
     def _rotary_of(self, index: int, kinds: Sequence[str] | None) -> Rotary:
         """The rotary embedding of a layer. Some models have one for each kind of layer, or for each theta."""
+        if self._rotary is None:
+            return read_rotary(torch.empty(0, device=next(self._body.module.parameters()).device), 1.0, self._body.path)
         module = self._rotary.module
         kind = kinds[index] if kinds is not None else None
         if self._local_rotary is not None and kind == "sliding_attention":

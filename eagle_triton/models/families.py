@@ -48,11 +48,14 @@ class Family:
     output: str = "o_proj"
     """Attention's output projection."""
     rotary: str = "rotary_emb"
+    """Without this module nothing rotates."""
     last_norm: str = "norm"
     qkv: str | None = None
     """One projection for queries, keys and values."""
     gate_up: str | None = None
     """One projection for gate and up."""
+    experts: str | None = None
+    """A mixture that some layers have beside their MLP. It reads the same rows, and the outputs are added up."""
     experts_beside: tuple[str, str, str] | None = None
     """Norms of layers with `router` and `experts` beside their MLP: after the MLP, before and after the experts."""
     window: Literal["none", "by_layer", "all"] = "none"
@@ -104,7 +107,7 @@ class Family:
     shown_by_modules: tuple[str, ...] = ()
     """Further fields that only change which modules are made."""
     recurrent: bool = False
-    """Has gated delta nets or short convolutions. No EaModel then: their states cannot be cut back to an accepted
+    """Has gated delta nets, Mamba-2 or short convolutions. No EaModel then: their states cannot be cut back to an accepted
     path."""
 
     @property
@@ -160,6 +163,12 @@ LFM2 = Family(
     ),
 )
 
+MAMBA2 = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
+    *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "position_embedding_type"),
+    *("attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient"),
+)
+
 GEMMA2 = Family(
     norms=SANDWICH,
     scaled_embedding=True,
@@ -200,6 +209,28 @@ FAMILIES: dict[str, Family] = {
     "granite": GRANITE,
     "granite_swa": replace(GRANITE, window="by_layer", rotary_by_layer=True),
     "granitemoe": replace(GRANITE, mlp="block_sparse_moe", shown_by_modules=(*GRANITE.shown_by_modules, *EXPERTS)),
+    "granitemoehybrid": replace(
+        GRANITE,
+        mlp="shared_mlp",
+        mlp_projections=("gate_proj", "up_proj", "output_linear"),
+        gate_up="input_linear",
+        experts="block_sparse_moe",
+        recurrent=True,
+        shown_by_modules=(
+            *GRANITE.shown_by_modules,
+            "shared_intermediate_size",
+            "layers_block_type",
+            *MAMBA2,
+            *EXPERTS,
+        ),
+    ),
+    "bamba": Family(
+        norms=("input_layernorm", None, "pre_ff_layernorm", None),
+        mlp="feed_forward",
+        last_norm="final_layernorm",
+        recurrent=True,
+        shown_by_modules=MAMBA2,
+    ),
     "hyperclovax": Family(
         **MULTIPLIED,
         logit_factor="logits_scaling",

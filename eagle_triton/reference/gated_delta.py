@@ -78,7 +78,11 @@ def causal_conv(
     if pieces is not None:
         mixed = torch.zeros_like(rows)
         return _by_sequence(
-            pieces, mixed, window, (rows,), lambda rows, mine: functional.silu(_convolved(rows, weight, mine, bias=bias))
+            pieces,
+            mixed,
+            window,
+            (rows,),
+            lambda rows, mine: functional.silu(_convolved(rows, weight, mine, bias=bias)),
         )
     mixed = functional.silu(_convolved(rows, weight, window, ancestors, bias))
     if raw is not None:

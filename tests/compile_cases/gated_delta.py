@@ -95,8 +95,15 @@ CASES = [
         for targets in _KINDS
         for case in (
             *launches(
-                "60 of Mamba", kernels.delta_tree, *_mamba(60), i64(4, 60, 1), 8, gates=fp32(4, 60, 2, 128), **_SKIP,
-                targets=targets, options=_MMA,
+                "60 of Mamba",
+                kernels.delta_tree,
+                *_mamba(60),
+                i64(4, 60, 1),
+                8,
+                gates=fp32(4, 60, 2, 128),
+                **_SKIP,
+                targets=targets,
+                options=_MMA,
             ),
             *launches("Mamba's prompts", kernels.delta_chunk, *_mamba(512), **_SKIP, targets=targets, options=_MMA),
         )
@@ -104,7 +111,12 @@ CASES = [
     *launches("Mamba's tokens", kernels.delta_recurrent, *_mamba(1), **_SKIP),
     *launches("Mamba's states", _commit_mamba),
     *launches(
-        "Mamba's groups", kernels.gated_norm, bf16(4, 60, 8, 1024), bf16(4, 60, 8, 1024), bf16(8192), 1e-6,
+        "Mamba's groups",
+        kernels.gated_norm,
+        bf16(4, 60, 8, 1024),
+        bf16(4, 60, 8, 1024),
+        bf16(8192),
+        1e-6,
         gate_first=True,
     ),
     *launches("Mamba's tree", _mamba_conv, 60, i64(4, 60, 1), raw=bf16(4, 60, 10240)),

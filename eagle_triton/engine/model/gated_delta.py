@@ -44,6 +44,8 @@ class DeltaMemory(NamedTuple):
 class GatedDeltaCache(RecurrentCache):
     """States [L, B, HV, K, V] float32 and windows [L, B, W - 1, C] of layers of one shape."""
 
+    delta_rule: ClassVar[bool] = True
+
     @property
     def states(self) -> Tensor:
         return self.memory[0]
@@ -62,7 +64,8 @@ class GatedDeltaCache(RecurrentCache):
         return DeltaMemory(self.states[index], self.windows[index], mine, self.pieces)
 
     def commit(self, ops: Operations, pending: DeltaPending, accepted: AcceptedPath) -> None:
-        ops.commit_states(self.states, self.windows, *pending, accepted.path, accepted.accepted)
+        path = accepted.path, accepted.accepted
+        ops.commit_states(self.states, self.windows, *pending, *path, delta_rule=self.delta_rule)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ MODULE_FIELDS = {
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     *("first_kv_shared_layer_idx", "max_norm", "use_rope", "is_local_attention", "with_scale", "has_bias"),
     *("gate_per_head", "is_attention_layer", "use_expert_bias"),
+    *("n_groups", "ssm_state_size", "intermediate_size", "conv_dim", "conv_kernel_size", "time_step_limit"),  # Mamba-2
+    *("group_size", "activation", "block_type", "has_experts"),
     *("embedding_multiplier", "residual_multiplier", "act_fn"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 }

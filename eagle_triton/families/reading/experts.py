@@ -113,6 +113,26 @@ def read_experts(
     return Experts(block, weights.routing.chosen, len(weights.router), weights, routed=routed, summed_over=ranks)
 
 
+class SharedBeside(nn.Module):
+    """A mixture that is called as a module, and the shared MLP beside it."""
+
+    def __init__(self, block: nn.Module, shared: nn.Module):
+        super().__init__()
+        self.block, self.shared, self.experts = block, shared, block.experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.shared(x)
+
+
+def with_shared(mixture: Experts, mlp: MLP, module: nn.Module) -> Experts:
+    """A mixture with an MLP beside it as its shared expert. module: the MLP's."""
+    block = mixture.module
+    if mixture.weights is None:
+        return replace(mixture, module=SharedBeside(block, module))
+    routed = RoutedExperts(_Router(block), block.experts, _scale_beside_router(block))
+    return replace(mixture, weights=replace(mixture.weights, shared=mlp), routed=mixture.routed or routed)
+
+
 def own_experts(experts: nn.Module) -> nn.Module:
     """A copy of experts that ranks share, with this rank's part of the weights and the forward of their class. Its
     output is this rank's part of a sum."""

@@ -1,4 +1,4 @@
-"""LFM2's models, which have short convolutions. tests/test_gated_delta.py tests the operations."""
+"""Models with short convolutions or Mamba-2. tests/test_gated_delta.py tests the operations."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.test_causal_lm import DEVICE
 from tests.tiny import generate_row
 from tests.tiny_families import skipped_if_unknown, tiny_family
 
-FAMILIES = ("lfm2", "lfm2_moe", "lfm3")
+FAMILIES = ("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "granitemoehybrid that rotates", "bamba")
 NEW = 14
 LENGTHS = (1, 2, 5, 21, 64, 65, 130)  # shorter than a window, and about as long as a page
 

@@ -1,4 +1,4 @@
-"""Reads gated delta nets of Qwen3-Next and Qwen3.5, in transformers' layout from 4.57 on, and LFM2's convolutions."""
+"""Reads recurrent layers: gated delta nets, in transformers' layout from 4.57 on, LFM2's convolutions, and Mamba-2."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from eagle_triton.engine.model.gated_delta import GatedDelta
+from eagle_triton.engine.model.mamba2 import Mamba2
 from eagle_triton.engine.model.modules import Norm, Projection
 from eagle_triton.engine.model.short_conv import ShortConv
 from eagle_triton.errors import UnknownLayerError
@@ -39,9 +40,9 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
     }
     return GatedDelta(
         inputs=tuple(_projection(read, name, rows[name]) for name in layout),
-        conv=_read_taps(read, "conv1d", 2 * keys + values),
-        A_log=_read_gate(read, "A_log", value_heads),
-        dt_bias=_read_gate(read, "dt_bias", value_heads),
+        conv=_read_taps(read, "conv1d", 2 * keys + values)[0],
+        A_log=_read_by_head(read, "A_log", value_heads),
+        dt_bias=_read_by_head(read, "dt_bias", value_heads),
         norm=_read_gated_norm(read.at("norm"), value_dim),
         o=read.projection("out_proj"),
         num_k_heads=heads,
@@ -59,7 +60,40 @@ def read_short_conv(read: ModuleReader) -> ShortConv:
     projection = _projection(read, "in_proj", 3 * size)
     if projection.bias is not None or o.bias is not None:
         raise UnknownLayerError(f"{read.path}.in_proj and out_proj must not have a bias (conv_bias)")
-    return ShortConv(projection, _read_taps(read, "conv", size), o)
+    return ShortConv(projection, _read_taps(read, "conv", size)[0], o)
+
+
+def read_mamba2(read: ModuleReader) -> Mamba2:
+    """A layer of Mamba-2. Raises UnsupportedModelError for unknown modules, and for a bias of the input, which
+    transformers lets write to a sequence's window where a batch is padded."""
+    names = ("n_groups", "num_heads", "ssm_state_size", "head_dim")
+    groups, heads, state_dim, head_dim = (int(read.value(name, int)) for name in names)
+    if groups < 1 or heads % groups:
+        raise UnknownLayerError(f"{read.path}.num_heads must be a multiple of n_groups ({groups}), got {heads}")
+    values = heads * head_dim
+    channels = values + 2 * groups * state_dim
+    if getattr(read.module, "activation", None) not in ("silu", "swish"):
+        raise UnknownLayerError(
+            f"{read.path}.activation must be silu, got {getattr(read.module, 'activation', None)!r}"
+        )
+    least, most = read.value("time_step_limit", (tuple, list))
+    conv, bias = _read_taps(read, "conv1d", channels, bias=True)
+    projection = _projection(read, "in_proj", values + channels + heads)
+    if projection.bias is not None:
+        raise UnknownLayerError(f"{read.path}.in_proj must not have a bias (mamba_proj_bias)")
+    return Mamba2(
+        input=projection,
+        conv=conv,
+        conv_bias=bias,
+        **{name: _read_by_head(read, name, heads) for name in ("A_log", "dt_bias", "D")},
+        norm=_read_gated_norm(read.at("norm"), values, groups),
+        o=read.projection("out_proj"),
+        groups=groups,
+        heads=heads,
+        state_dim=state_dim,
+        head_dim=head_dim,
+        dt_limit=(float(least), float(most)),
+    )
 
 
 def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
@@ -70,19 +104,20 @@ def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
     return projection
 
 
-def _read_taps(read: ModuleReader, name: str, channels: int) -> torch.Tensor:
-    """The taps [C, W] of a depthwise convolution."""
+def _read_taps(
+    read: ModuleReader, name: str, channels: int, bias: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The taps [C, W] of a depthwise convolution, and its bias [C] if it may have one and has it."""
     taps = read.at(name, nn.Conv1d)
     conv, weight = taps.module, taps.weight()
-    expected = (channels, 1, weight.shape[-1])
-    if tuple(weight.shape) != expected or conv.bias is not None or conv.stride != (1,) or conv.dilation != (1,):
-        raise UnknownLayerError(
-            f"{taps.path} must be a depthwise convolution of {channels} channels without a bias, got {conv}"
-        )
-    return weight[:, 0]
+    expected, biased = (channels, 1, weight.shape[-1]), conv.bias is not None
+    if tuple(weight.shape) != expected or (biased and not bias) or conv.stride != (1,) or conv.dilation != (1,):
+        kind = "" if bias else " without a bias"
+        raise UnknownLayerError(f"{taps.path} must be a depthwise convolution of {channels} channels{kind}, got {conv}")
+    return weight[:, 0], taps.weight("bias") if biased else None
 
 
-def _read_gate(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
+def _read_by_head(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
     """One number for each head."""
     tensor = read.tensor(name)
     if tuple(tensor.shape) != (heads,):
@@ -91,15 +126,19 @@ def _read_gate(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _read_gated_norm(read: ModuleReader, size: int) -> Norm:
-    """An RMSNorm with its output multiplied by the SiLU of a gate; a row tests it."""
+def _read_gated_norm(read: ModuleReader, size: int, groups: int = 0) -> Norm:
+    """An RMSNorm with its output multiplied by the SiLU of a gate; a row tests it. groups: its input is multiplied
+    instead, and it norms each of so many parts of a row."""
     layer, where, weight = read.module, read.path, read.weight()
     eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(layer, name, None), float)), None)
     if eps is not None and tuple(weight.shape) == (size,):
         row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
         gate = row.flip(1).contiguous()
-        expected = torch.nn.functional.rms_norm(row.float(), (size,), weight.float(), eps)
-        expected = expected * torch.nn.functional.silu(gate.float())
+        gated, parts = torch.nn.functional.silu(gate.float()), max(groups, 1)
+        expected = (row.float() * gated if groups else row.float()).view(parts, -1)
+        expected = torch.nn.functional.rms_norm(expected, expected.shape[1:], eps=eps).view(1, size) * weight.float()
+        expected = expected if groups else expected * gated
         if torch.allclose(layer(row, gate).float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
             return Norm(weight, eps)
-    raise UnknownLayerError(f"{where} ({type(layer).__name__}) does not compute an RMSNorm of [{size}], gated by SiLU")
+    kind = f"of {groups} parts of [{size}] gated before" if groups else f"of [{size}], gated"
+    raise UnknownLayerError(f"{where} ({type(layer).__name__}) does not compute an RMSNorm {kind} by SiLU")

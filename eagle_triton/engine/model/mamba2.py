@@ -1,0 +1,91 @@
+"""Mamba-2 (Dao and Gu, arXiv 2405.21060), the recurrent layers of Granite 4, Nemotron-H and Bamba.
+
+A layer remembers what a gated delta net does, and a forward over trees changes none of it: see gated_delta.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.gated_delta import RECURRENT_TOKENS, DeltaMemory, GatedDeltaCache
+from eagle_triton.engine.model.mixers import Mixer, NewRows
+from eagle_triton.engine.model.modules import Norm, Projection, project, project_split
+from eagle_triton.engine.operations import Operations
+from eagle_triton.operands.gated_delta import MAX_NODES
+from eagle_triton.runtime.row_formats import ProductRows
+from eagle_triton.runtime.split_sums import Product
+
+
+class Mamba2Cache(GatedDeltaCache):
+    """States [L, B, HV, K, V] float32 and windows [L, B, W - 1, C] of layers of one shape."""
+
+    delta_rule = False
+
+
+@dataclass(frozen=True)
+class Mamba2(Mixer):
+    """Causal convolution, state space, and a norm of its gated output. G groups share B and C of K, HV heads have V.
+
+    The rows of `input` are the gate z [HV V], x [HV V], B and C [G K each] and dt [HV].
+    """
+
+    input: Projection
+    conv: Tensor  # [C, W], C = HV V + 2 G K
+    conv_bias: Tensor | None  # [C]
+    A_log: Tensor  # [HV], like dt_bias and D
+    dt_bias: Tensor
+    D: Tensor
+    norm: Norm  # [HV V], over HV V / G columns at a time
+    o: Projection
+    groups: int
+    heads: int
+    state_dim: int
+    head_dim: int
+    dt_limit: tuple[float, float] = (0.0, math.inf)  # in causal forwards only, as in transformers
+
+    max_nodes: ClassVar[int | None] = MAX_NODES
+    reads_pieces: ClassVar[bool] = True
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        return self.groups, self.heads, self.state_dim, self.head_dim, self.conv.shape[1]
+
+    def new_cache(
+        self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
+    ) -> Mamba2Cache:
+        """It uses no pages: the size of a state does not depend on the number of tokens."""
+        state, (channels, taps) = (self.heads, self.state_dim, self.head_dim), self.conv.shape
+        return Mamba2Cache(
+            torch.zeros(layers, slots, *state, dtype=torch.float32, device=device),
+            torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device),
+        )
+
+    def forward(self, ops: Operations, x: ProductRows, cache: DeltaMemory, rows: NewRows) -> Product:
+        product = project(ops, self.input, x, rows.tune_for_rows)
+        z, mixed, dt = product.split((self.heads * self.head_dim, len(self.conv), self.heads), -1)
+        channels, z = mixed[:, :, None], z.unflatten(-1, (self.groups, -1))
+        steps = dt.unflatten(-1, (self.groups, -1)), None, self.A_log, self.dt_bias
+        if rows.ancestors is None:
+            mixed = ops.causal_conv(
+                channels, None, None, self.conv, cache.window, bias=self.conv_bias, pieces=cache.pieces
+            )
+            if cache.pieces is None and mixed.shape[1] <= RECURRENT_TOKENS:
+                out = ops.delta_recurrent(mixed, *steps, cache.state, skip=self.D, dt_limit=self.dt_limit)
+            else:
+                out = ops.delta_chunk(mixed, *steps, cache.state, cache.pieces, skip=self.D, dt_limit=self.dt_limit)
+        else:
+            assert cache.pending is not None, "a forward over trees needs pending tensors"
+            raw, mixed, gates = cache.pending
+            window, ancestors = cache.window, rows.ancestors
+            ops.causal_conv(channels, None, None, self.conv, window, ancestors, bias=self.conv_bias, raw=raw, out=mixed)
+            out = ops.delta_tree(mixed, *steps, cache.state, ancestors, rows.depth, gates=gates, skip=self.D)
+        normed = ops.gated_norm(
+            out.flatten(2).unflatten(-1, (self.groups, -1)), z, self.norm.weight, self.norm.eps, gate_first=True
+        )
+        return project_split(ops, self.o, normed, rows.tune_for_rows)
