@@ -1025,7 +1025,7 @@ def test_kernels_sum_over_a_state_in_one_order():
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     kernels, layouts = zip(*(line.split(": ", 1) for line in result.stdout.splitlines()), strict=True)
-    assert len(kernels) == 3 and len(set(layouts)) == 1 and "128x32xf32" in layouts[0], result.stdout
+    assert len(kernels) == 5 and len(set(layouts)) == 1 and "128x32xf32" in layouts[0], result.stdout
 
 
 @pytest.mark.skipif(not CUDA, reason="times a GPU")

@@ -107,8 +107,8 @@ class Family:
     shown_by_modules: tuple[str, ...] = ()
     """Further fields that only change which modules are made."""
     recurrent: bool = False
-    """Has gated delta nets, Mamba-2 or short convolutions. No EaModel then: their states cannot be cut back to an accepted
-    path."""
+    """Has gated delta nets, Mamba-2 or short convolutions. No EaModel then: their states cannot be cut back to an
+    accepted path."""
 
     @property
     def config_fields(self) -> Iterator[str]:
@@ -166,8 +166,9 @@ LFM2 = Family(
 MAMBA2 = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "position_embedding_type"),
-    *("attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient"),
+    *("attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient", "shared_intermediate_size"),
 )
+"""Fields of models with Mamba-2's layers."""
 
 GEMMA2 = Family(
     norms=SANDWICH,
@@ -216,13 +217,7 @@ FAMILIES: dict[str, Family] = {
         gate_up="input_linear",
         experts="block_sparse_moe",
         recurrent=True,
-        shown_by_modules=(
-            *GRANITE.shown_by_modules,
-            "shared_intermediate_size",
-            "layers_block_type",
-            *MAMBA2,
-            *EXPERTS,
-        ),
+        shown_by_modules=(*GRANITE.shown_by_modules, *MAMBA2, *EXPERTS),
     ),
     "bamba": Family(
         norms=("input_layernorm", None, "pre_ff_layernorm", None),

@@ -68,22 +68,21 @@ def causal_conv(
 ) -> Tensor:
     """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors, + bias [C]), channel by channel.
 
-    Without k and v all channels are in q. A node's predecessors are its ancestors; the root's are in `window`, the newest last. Without `ancestors` the tokens
-    are consecutive, and the window is updated in place. raw [B, n, C]: gets q, k and v. Returns mixed [B, n, C], in
-    `out` if given. pieces: the B rows are pieces of prompts in some slots, and `window` [slots, W - 1, C] has all
-    slots; then ancestors, raw and out must be None. Raises ValueError if shapes, dtypes or devices do not fit.
+    Without k and v all channels are in q. A node's predecessors are its ancestors; the root's are in `window`, the
+    newest last. Without `ancestors` the tokens are consecutive, and the window is updated in place. raw [B, n, C]: gets
+    q, k and v. Returns mixed [B, n, C], in `out` if given. pieces: the B rows are pieces of prompts in some slots, and
+    `window` [slots, W - 1, C] has all slots; then ancestors, raw and out must be None. Raises ValueError if shapes,
+    dtypes or devices do not fit.
     """
     operands.check_causal_conv(q, k, v, weight, window, ancestors, bias, raw, out, pieces)
     rows = torch.cat([part.flatten(2) for part in (q, k, v) if part is not None], dim=-1)
     if pieces is not None:
         mixed = torch.zeros_like(rows)
-        return _by_sequence(
-            pieces,
-            mixed,
-            window,
-            (rows,),
-            lambda rows, mine: functional.silu(_convolved(rows, weight, mine, bias=bias)),
-        )
+
+        def read(rows: Tensor, mine: Tensor) -> Tensor:
+            return functional.silu(_convolved(rows, weight, mine, bias=bias))
+
+        return _by_sequence(pieces, mixed, window, (rows,), read)
     mixed = functional.silu(_convolved(rows, weight, window, ancestors, bias))
     if raw is not None:
         raw.copy_(rows)
@@ -192,12 +191,11 @@ def delta_chunk(
     if pieces is not None:
 
         def read(mixed: Tensor, a: Tensor, *others: Tensor) -> Tensor:
-            *gate, mine = others
-            return delta_chunk(mixed, a, *(gate or [None]), A_log, dt_bias, mine, skip=skip, dt_limit=dt_limit)
+            own_b = None if b is None else others[0]
+            return delta_chunk(mixed, a, own_b, A_log, dt_bias, others[-1], skip=skip, dt_limit=dt_limit)
 
         out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        rows = (mixed, a) if b is None else (mixed, a, b)
-        return _by_sequence(pieces, out, state, rows, read)
+        return _by_sequence(pieces, out, state, (mixed, a) if b is None else (mixed, a, b), read)
     outputs = []
     for first in range(0, mixed.shape[1], MAX_NODES):
         part = slice(first, first + MAX_NODES)
@@ -340,8 +338,8 @@ def _before(place: Tensor, ancestors: Tensor | None, kept: int) -> Tensor:
 
 
 def _heads(mixed: Tensor, state: Tensor, delta_rule: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, HV, n, K], normed for the delta rule, and v [B, HV, n, V] in fp32; key heads are repeated for their value
-    heads."""
+    """q, k [B, HV, n, K], normed for the delta rule, and v [B, HV, n, V], in fp32. Key heads are repeated for their
+    value heads."""
     value_heads, key_dim, value_dim = state.shape[1:]
     values = value_heads * value_dim
     keys = (mixed.shape[-1] - values) // 2

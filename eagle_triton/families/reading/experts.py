@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.model_view import Layer
 from eagle_triton.engine.model.model_watch import interference
 from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor, local_part
-from eagle_triton.engine.model.modules import Experts, ExpertWeights
+from eagle_triton.engine.model.modules import MLP, Experts, ExpertWeights
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.float8_experts import (
@@ -126,7 +126,7 @@ class SharedBeside(nn.Module):
 
 def with_shared(mixture: Experts, mlp: MLP, module: nn.Module) -> Experts:
     """A mixture with an MLP beside it as its shared expert. module: the MLP's."""
-    block = mixture.module
+    block: Any = mixture.module
     if mixture.weights is None:
         return replace(mixture, module=SharedBeside(block, module))
     routed = RoutedExperts(_Router(block), block.experts, _scale_beside_router(block))

@@ -31,8 +31,7 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
     if layout is None:
         known = " or ".join(", ".join(names) for names in LAYOUTS)
         raise UnknownLayerError(f"{where} must have the projections {known}")
-    if getattr(net, "activation", None) not in ("silu", "swish"):
-        raise UnknownLayerError(f"{where}.activation must be silu, got {getattr(net, 'activation', None)!r}")
+    _check_activation(read)
     keys, values = heads * key_dim, value_heads * value_dim
     rows = {
         **{"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": value_heads, "in_proj_a": value_heads},
@@ -72,10 +71,7 @@ def read_mamba2(read: ModuleReader) -> Mamba2:
         raise UnknownLayerError(f"{read.path}.num_heads must be a multiple of n_groups ({groups}), got {heads}")
     values = heads * head_dim
     channels = values + 2 * groups * state_dim
-    if getattr(read.module, "activation", None) not in ("silu", "swish"):
-        raise UnknownLayerError(
-            f"{read.path}.activation must be silu, got {getattr(read.module, 'activation', None)!r}"
-        )
+    _check_activation(read)
     least, most = read.value("time_step_limit", (tuple, list))
     conv, bias = _read_taps(read, "conv1d", channels, bias=True)
     projection = _projection(read, "in_proj", values + channels + heads)
@@ -94,6 +90,12 @@ def read_mamba2(read: ModuleReader) -> Mamba2:
         head_dim=head_dim,
         dt_limit=(float(least), float(most)),
     )
+
+
+def _check_activation(read: ModuleReader) -> None:
+    activation = getattr(read.module, "activation", None)
+    if activation not in ("silu", "swish"):
+        raise UnknownLayerError(f"{read.path}.activation must be silu, got {activation!r}")
 
 
 def _projection(read: ModuleReader, name: str, rows: int) -> Projection:

@@ -1,4 +1,4 @@
-"""The gated delta rule, or Mamba-2's, by chunks of 64 tokens: a chunk is computed as a tree, then the state moves on."""
+"""The gated delta rule, or Mamba-2's, by chunks of 64 tokens: a chunk is a tree, then the state moves on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rule, or Mamba-2's, token by token, with one order of fp32 sums: the state depends only on the tokens.
+"""The gated delta rule, or Mamba-2's, token by token, with one order of fp32 sums: the state depends only on tokens.
 
 Without b all kernels here compute Mamba-2's layer; see reference.gated_delta.
 """
