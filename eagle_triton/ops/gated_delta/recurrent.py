@@ -122,8 +122,10 @@ def inverse_length(x, AXIS: tl.constexpr, SHAPE: tl.constexpr):
     """The factor that gives a query or key length 1; 1.0 where they keep their length."""
     if SHAPE.DELTA:
         return tl.rsqrt(tl.sum(x * x, AXIS) + 1e-6)
+    elif len(x.shape) == 1:
+        return 1.0
     else:
-        return tl.sum(tl.zeros_like(x), AXIS) + 1.0
+        return tl.full((x.shape[0],), 1.0, tl.float32)
 
 
 @triton.jit
