@@ -92,12 +92,9 @@ class States(NamedTuple):
 
 @triton.jit
 def value_row(values, batch, value_head, SHARED: tl.constexpr):
-    """One value head of a sequence, as (pointer, distance of rows); None for None."""
-    if values is None:
-        return None
-    else:
-        place = value_head // SHARED * values.head + value_head % SHARED * values.shared
-        return Vector(values.ptr + (batch * values.batch + place), values.row)
+    """One value head of a sequence, as (pointer, distance of rows)."""
+    place = value_head // SHARED * values.head + value_head % SHARED * values.shared
+    return Vector(values.ptr + (batch * values.batch + place), values.row)
 
 
 @triton.jit
@@ -191,7 +188,8 @@ def _delta_recurrent_kernel(
     row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
     mixed_ptr = mixed.ptr + batch * mixed.batch
     a_row = value_row(gate_inputs.a, batch, value_head, SHAPE.HV // SHAPE.H)
-    b_row = value_row(gate_inputs.b, batch, value_head, SHAPE.HV // SHAPE.H)
+    if SHAPE.DELTA:
+        b_row = value_row(gate_inputs.b, batch, value_head, SHAPE.HV // SHAPE.H)
     A_log = tl.load(gate_inputs.A_log + value_head).to(tl.float32)
     dt_bias = tl.load(gate_inputs.dt_bias + value_head).to(tl.float32)
     offsets, inside = state_offsets(value_head, first, SHAPE)
@@ -202,7 +200,7 @@ def _delta_recurrent_kernel(
         token = tl.full((), 0, tl.int64) + step
         tokens = mixed_ptr + token * mixed.row
         b = None
-        if b_row is not None:
+        if SHAPE.DELTA:
             b = tl.load(b_row.ptr + token * b_row.item)
         g, beta = gating(gate_inputs, tl.load(a_row.ptr + token * a_row.item), b, A_log, dt_bias)
         state = take_in(state, tokens + k_first, tokens + v_first, g, beta, first, SHAPE)

@@ -63,9 +63,9 @@ def load_gates(gate_inputs, batch, rows, row_ok, value_head, SHARED: tl.constexp
     line = tl.arange(0, lines)[:, None]
     ok, rows = row_ok[None, :] & (line == 0), rows[None, :] + 0 * line
     a_row = value_row(gate_inputs.a, batch, value_head, SHARED)
-    b_row = value_row(gate_inputs.b, batch, value_head, SHARED)
     b = None
-    if b_row is not None:
+    if gate_inputs.b is not None:
+        b_row = value_row(gate_inputs.b, batch, value_head, SHARED)
         b = tl.load(b_row.ptr + rows * b_row.item, mask=ok, other=0.0)
     g, beta = gating(
         gate_inputs,
