@@ -41,7 +41,8 @@ class Mamba2(Mixer):
     A_log: Tensor  # [HV], like dt_bias and D
     dt_bias: Tensor
     D: Tensor
-    norm: Norm  # [HV V], over HV V / G columns at a time
+    norm: Norm  # [HV V], of each of `norm_parts` parts of a row
+    norm_parts: int
     o: Projection
     groups: int
     heads: int
@@ -69,7 +70,7 @@ class Mamba2(Mixer):
     def forward(self, ops: Operations, x: ProductRows, cache: DeltaMemory, rows: NewRows) -> Product:
         product = project(ops, self.input, x, rows.tune_for_rows)
         z, mixed, dt = product.split((self.heads * self.head_dim, len(self.conv), self.heads), -1)
-        channels, z = mixed[:, :, None], z.unflatten(-1, (self.groups, -1))
+        channels, z = mixed[:, :, None], z.unflatten(-1, (self.norm_parts, -1))
         steps = dt.unflatten(-1, (self.groups, -1)), None, self.A_log, self.dt_bias
         if rows.ancestors is None:
             mixed = ops.causal_conv(
@@ -86,6 +87,6 @@ class Mamba2(Mixer):
             ops.causal_conv(channels, None, None, self.conv, window, ancestors, bias=self.conv_bias, raw=raw, out=mixed)
             out = ops.delta_tree(mixed, *steps, cache.state, ancestors, rows.depth, gates=gates, skip=self.D)
         normed = ops.gated_norm(
-            out.flatten(2).unflatten(-1, (self.groups, -1)), z, self.norm.weight, self.norm.eps, gate_first=True
+            out.flatten(2).unflatten(-1, (self.norm_parts, -1)), z, self.norm.weight, self.norm.eps, gate_first=True
         )
         return project_split(ops, self.o, normed, rows.tune_for_rows)

@@ -42,7 +42,7 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
         conv=_read_taps(read, "conv1d", 2 * keys + values)[0],
         A_log=_read_by_head(read, "A_log", value_heads),
         dt_bias=_read_by_head(read, "dt_bias", value_heads),
-        norm=_read_gated_norm(read.at("norm"), value_dim),
+        norm=_read_gated_norm(read.at("norm"), value_dim)[0],
         o=read.projection("out_proj"),
         num_k_heads=heads,
         num_v_heads=value_heads,
@@ -77,12 +77,14 @@ def read_mamba2(read: ModuleReader) -> Mamba2:
     projection = _projection(read, "in_proj", values + channels + heads)
     if projection.bias is not None:
         raise UnknownLayerError(f"{read.path}.in_proj must not have a bias (mamba_proj_bias)")
+    norm, parts = _read_gated_norm(read.at("norm"), values, groups)
     return Mamba2(
         input=projection,
         conv=conv,
         conv_bias=bias,
         **{name: _read_by_head(read, name, heads) for name in ("A_log", "dt_bias", "D")},
-        norm=_read_gated_norm(read.at("norm"), values, groups),
+        norm=norm,
+        norm_parts=parts,
         o=read.projection("out_proj"),
         groups=groups,
         heads=heads,
@@ -128,19 +130,20 @@ def _read_by_head(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _read_gated_norm(read: ModuleReader, size: int, groups: int = 0) -> Norm:
+def _read_gated_norm(read: ModuleReader, size: int, groups: int = 0) -> tuple[Norm, int]:
     """An RMSNorm with its output multiplied by the SiLU of a gate; a row tests it. groups: its input is multiplied
-    instead, and it norms each of so many parts of a row."""
+    instead, and it norms each of so many parts of a row, or the whole row. Returns the number of parts, too."""
     layer, where, weight = read.module, read.path, read.weight()
     eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(layer, name, None), float)), None)
     if eps is not None and tuple(weight.shape) == (size,):
         row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
         gate = row.flip(1).contiguous()
-        gated, parts = torch.nn.functional.silu(gate.float()), max(groups, 1)
-        expected = (row.float() * gated if groups else row.float()).view(parts, -1)
-        expected = torch.nn.functional.rms_norm(expected, expected.shape[1:], eps=eps).view(1, size) * weight.float()
-        expected = expected if groups else expected * gated
-        if torch.allclose(layer(row, gate).float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
-            return Norm(weight, eps)
+        gated, found = torch.nn.functional.silu(gate.float()), layer(row, gate).float()
+        for parts in (groups, 1) if groups else (1,):
+            rows = (row.float() * gated if groups else row.float()).view(parts, -1)
+            expected = torch.nn.functional.rms_norm(rows, rows.shape[1:], eps=eps).view(1, size) * weight.float()
+            expected = expected if groups else expected * gated
+            if torch.allclose(found, expected, rtol=0.05, atol=1e-3, equal_nan=True):
+                return Norm(weight, eps), parts
     kind = f"of {groups} parts of [{size}] gated before" if groups else f"of [{size}], gated"
     raise UnknownLayerError(f"{where} ({type(layer).__name__}) does not compute an RMSNorm {kind} by SiLU")
