@@ -58,10 +58,10 @@ HEADS = ("phi3", "olmo2", "gemma3_text", "glm4", "mixtral")
 WHOLE = (
     *HEADS,
     *("llama yarn", "granite", "granitemoe", "glm4_moe", "gemma2", "gemma4_text", "qwen3_moe", "qwen2_moe"),
-    *("dots1", "flex_olmo", "afmoe", "laguna"),
+    *("dots1", "flex_olmo", "afmoe", "laguna", "starcoder2", "cohere"),
 )
 """Cases with a plan of transformers of their own, and those whose parts are exchanged through memory too."""
-THROUGH_MEMORY = ("granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "gemma4_text", "laguna")
+THROUGH_MEMORY = ("granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "gemma4_text", "laguna", "starcoder2", "cohere")
 
 
 def generated(model: Any, *asked: dict[str, Any], new: int = 5) -> list[Tensor]:

@@ -91,6 +91,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "iquestcoder": ("iquestcoder", dict(head_dim=16)),
     "cwm": ("cwm", dict(layer_types=ALTERNATE, bos_token_id=1, rope_parameters=None, **SLIDING)),
     "helium": ("helium", dict(head_dim=16)),
+    "starcoder2": ("starcoder2", dict(sliding_window=8)),
+    "cohere": ("cohere", dict(logit_scale=0.7)),
+    "cohere2": ("cohere2", dict(logit_scale=0.7, sliding_window=8, layer_types=ALTERNATE)),
+    "nemotron": ("nemotron", dict(head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
     "ernie4_5": ("ernie4_5", dict(head_dim=16, use_bias=True)),
     "ernie4_5_moe": ("ernie4_5_moe", dict(moe_intermediate_size=32, moe_k=3, moe_num_experts=8, moe_layer_end_index=2)),
     "glm": ("glm", dict(head_dim=16, attention_bias=True)),

@@ -35,6 +35,7 @@ from eagle_triton.models.families import (
     check_config,
     family_of,
     logit_cap,
+    logit_scales,
     short_rope_length,
     text_config,
     unknown_family,
@@ -99,7 +100,8 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
-    norm = inner.norm(family.last_norm)
+    norm = inner.norm(family.last_norm, layer_norm=family.layer_norm)
+    factor, divisor = logit_scales(model)
     scale = read_embedding_scale(body.embed_tokens) * inner.factor(family.embedding_scale)
     rooted = _field(config, family.root_scaled_embedding, False)
     view = ModelView(
@@ -108,8 +110,8 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         norm=norm,
         head=replace(
             read.projection("lm_head"),
-            factor=float(_field(config, family.logit_factor, 1.0)),
-            divisor=float(_field(config, family.logit_divisor, 1.0)),
+            factor=factor,
+            divisor=divisor,
             cap=logit_cap(model.config),
         ),
         embedding_scale=scale * config.hidden_size**0.5 if rooted else scale,
@@ -283,7 +285,9 @@ class LayerReader:
     def layer(self, index: int) -> Layer:
         family, read = self._family, self._body.at(f"layers.{index}")
         norms = [
-            None if name is None or isinstance(read.value(name), nn.Identity) else read.norm(name)
+            None
+            if name is None or isinstance(read.value(name), nn.Identity)
+            else read.norm(name, layer_norm=family.layer_norm)
             for name in family.norms
         ]
         input_norm, mixer_norm, post_norm, mlp_norm = norms
@@ -301,6 +305,7 @@ class LayerReader:
             scale=self._scale(read),
             beside=self._beside(read),
             input_block=self._input_block(read),
+            parallel=family.parallel,
         )
 
     def _input_block(self, read: ModuleReader) -> LayerInputBlock | None:
@@ -413,11 +418,12 @@ class LayerReader:
                 self._rotary.path,
                 pairs=self._family.rotary_pairs,
                 round_tables=not self._family.rotary_in_fp32,
+                round_terms=not self._family.rotary_terms_in_fp32,
                 temperature=self._temperature() if self._family.query_temperature else None,
             )
         attention, rotates = self._body.at(f"layers.{index}.self_attn"), True
         if self._family.rotary_switch is not None:
-            rotates = bool(attention.value(self._family.rotary_switch, int))
+            rotates = bool(attention.value(self._family.rotary_switch, (int, type(None))))
         if theta is not None:
             rotates = bool(theta)
         if self._family.rotary_in_windows:

@@ -44,7 +44,12 @@ class Family:
     norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     """Before and after the mixer, before and after the MLP."""
     mlp: str = "mlp"
-    mlp_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mlp_projections: tuple[str | None, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The first is None in MLPs without a gate."""
+    layer_norm: bool = False
+    """The norms of layers and the last one are LayerNorms."""
+    parallel: bool = False
+    """The MLP reads the same normed input as attention."""
     output: str = "o_proj"
     """Attention's output projection."""
     rotary: str = "rotary_emb"
@@ -67,6 +72,8 @@ class Family:
     """Configuration field that says so."""
     rotary_in_fp32: bool = False
     """Cosine and sine are not rounded to the model's dtype."""
+    rotary_terms_in_fp32: bool = False
+    """Only the rotated values are rounded to it, and cosine and sine."""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Norms of queries and keys, if attention modules have them."""
     norm_last: bool = False
@@ -99,6 +106,7 @@ class Family:
     """Name of a layer's buffer [1] that multiplies the residual stream at its end."""
     logit_divisor: str | None = None
     logit_factor: str | None = None
+    """Field of the factor of logits. If the model has an attribute of this name, its forward reads that."""
     logit_cap: str | None = None
     """Field of the soft cap of logits."""
     shown_by_modules: tuple[str, ...] = ()
@@ -137,6 +145,15 @@ DEEPSEEK_V3 = Family(rotary_interleave="rope_interleave", shown_by_modules=(*MTP
 ERNIE = Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("use_bias",))
 EXAONE4 = Family(
     norms=AFTER_BLOCKS, window="by_layer", rotary_in_windows=True, shown_by_modules=("sliding_window_pattern",)
+)
+COHERE = Family(
+    norms=("input_layernorm", None, None, None),
+    layer_norm=True,
+    parallel=True,
+    rotary_pairs=True,
+    rotary_terms_in_fp32=True,
+    logit_factor="logit_scale",
+    shown_by_modules=("layer_norm_eps",),
 )
 GATED_DELTA = Family(
     recurrent=True,
@@ -214,6 +231,15 @@ FAMILIES: dict[str, Family] = {
     "iquestcoder": Family(),
     "cwm": Family(window="by_layer"),
     "helium": Family(rotary_pairs=True),
+    "starcoder2": Family(
+        mlp_projections=(None, "c_fc", "c_proj"),
+        layer_norm=True,
+        window="all",
+        shown_by_modules=("norm_epsilon", "use_bias", "embedding_dropout"),
+    ),
+    "cohere": COHERE,
+    "cohere2": replace(COHERE, window="by_layer", rotary_switch="sliding_window"),
+    "nemotron": Family(mlp_projections=(None, "up_proj", "down_proj"), layer_norm=True, shown_by_modules=("norm_eps",)),
     "ernie4_5": ERNIE,
     "ernie4_5_moe": replace(
         ERNIE,
@@ -373,6 +399,16 @@ def logit_cap(config: Any) -> float | None:
     whatever its language model's configuration has."""
     field = FAMILIES[text_config(config).model_type].logit_cap
     return getattr(text_config(config), field, None) if field and config.model_type != "gemma3" else None
+
+
+def logit_scales(model: Any) -> tuple[float, float]:
+    """The numbers that a target's logits are multiplied and divided by."""
+    config = text_config(model.config)
+    family = FAMILIES[config.model_type]
+    names = family.logit_factor, family.logit_divisor
+    found = [name and getattr(model if hasattr(model, name) else config, name, None) for name in names]
+    factor, divisor = (1.0 if value is None else float(value) for value in found)
+    return factor, divisor
 
 
 def expected_families() -> str:

@@ -440,13 +440,13 @@ class BlockDraft(ScoringDraft):
             self.embedding,
             plan.tokens,
             in_draft_pass=True,
-            row_format=self.layers[0].mixer.input_format,
+            row_format=self.layers[0].input_format,
             scale=self.embedding_scale,
         )
         update: Product | NormedUpdate | None = None
         for index, layer in enumerate(self.layers):
             if index:
-                normed, x = add_norm_for(ops, layer.input_norm, x, update, True, row_format=layer.mixer.input_format)
+                normed, x = add_norm_for(ops, layer.input_norm, x, update, True, row_format=layer.input_format)
             rows, cache = seen[self.causal[index]], caches.layer(index)
             if not self.convs:
                 x, update = decoder_layer(ops, layer, normed, x, cache, rows)

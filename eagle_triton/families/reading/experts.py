@@ -106,7 +106,7 @@ def read_experts(
         routed = RoutedExperts(router, in_float8.of_many_rows, scale)
     elif ranks is not None:
         routed = RoutedExperts(router, own_experts(experts), scale)
-    elif (mlp := weights.shared) and any(product.weight is None for product in (mlp.gate, mlp.up, mlp.down)):
+    elif (mlp := weights.shared) and any(product.weight is None for product in (*mlp.inputs, mlp.down)):
         # The block must not call these modules of a shared expert if families/reading/quantised.py reads them: they
         # may still be compressed, or round their inputs.
         routed = RoutedExperts(router, experts, scale)
