@@ -858,7 +858,7 @@ def test_activations_of_blocks_without_a_gate(activation):
     want = generated(model)
     if activation == "relu":
         with pytest.raises(
-            UnsupportedModelError, match=r"layers\.0\.mlp\.act must be silu or gelu_tanh or gelu or relu2"
+            UnsupportedModelError, match=r"layers\.0\.mlp\.act must be SiLU or GELU with tanh or GELU or squared ReLU"
         ):
             optimize_with_triton(model)
         return

@@ -31,6 +31,7 @@ from eagle_triton.runtime.row_formats import whole_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_LABELS = {"silu": "SiLU", "gelu_tanh": "GELU with tanh", "gelu": "GELU", "relu2": "squared ReLU"}  # of activations
 SAME_BITS = 0.99  # the least share of equal numbers with the right kind of norm; with another kind a third differ
 ELSEWHERE = (
     'load it on one, without device_map; or shard it with tp_plan="auto" under torchrun; or use vLLM or SGLang, which '
@@ -234,7 +235,9 @@ class ModuleReader:
         for name in known:
             if torch.allclose(activation(probe), Operations.activate(probe, name), atol=1e-6):
                 return name
-        raise UnknownLayerError(f"{self.path}.{path} must be {' or '.join(known)}, got {activation}")
+        raise UnknownLayerError(
+            f"{self.path}.{path} must be {' or '.join(_LABELS[name] for name in known)}, got {activation}"
+        )
 
     def layer(
         self, path: str, rotary: Rotary, *, mixer: Mixer | None = None, mlp: Experts | None = None, **attention: Any
@@ -381,13 +384,14 @@ def _tried_norm(layer: nn.Module, norm: Norm, where: str) -> Norm:
     rows = torch.randn(4, len(weight), generator=source, device="cpu", dtype=torch.float32) + means
     rows = rows.to(weight.device, weight.dtype)
     out, once = layer(rows), replace(norm, round_first=False)
-    kinds = (once if norm.subtract_mean else norm, once, replace(once, zero_centred=True))
+    first = once if norm.subtract_mean else norm
+    kinds = (first, once, replace(first, zero_centred=True))
     if out.shape == rows.shape and out.dtype == rows.dtype:
         given = [whole_of(Operations.rms_norm(rows, weight, norm.eps, **kind.options)) for kind in kinds]
         same = [float(((out == bits) | (out.isnan() & bits.isnan())).float().mean()) for bits in given]
         if max(same) > SAME_BITS:
             return kinds[same.index(max(same))]
-        wide = [replace(kind, bias=None if bias is None else bias.float()) for kind in (kinds[1], kinds[2])]
+        wide = [replace(kind, bias=None if bias is None else bias.float()) for kind in (kinds[0], kinds[2])]
         plain, centred = (
             whole_of(Operations.rms_norm(rows.float(), weight.float(), norm.eps, **kind.options)) for kind in wide
         )
