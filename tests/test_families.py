@@ -406,6 +406,7 @@ def read_each_time(case, place, name, value):
     read_each_time("muse_glimmer_text", "config", "output_multiplier", 2.0),
     read_each_time("muse_glimmer_text", "layers.0.self_attn", "qk_scale_factor", 2.0),
     read_each_time("afmoe", "config", "mup_enabled", False),
+    read_each_time("stablelm", "layers.1", "use_parallel_residual", False),
     read_each_time("cohere2", "layers.1.self_attn", "sliding_window", 8),
     read_each_time("afmoe", "layers.0.self_attn", "is_local_attention", False),
     read_each_time("afmoe", "layers.1.mlp.router", "route_scale", 3.0),
@@ -484,8 +485,8 @@ def test_a_field_that_is_not_accounted_for_is_refused_by_name(models, monkeypatc
 
 def test_every_field_of_every_family_is_classified():
     """Each field that a class of configurations declares is named by the family's row, is neutral, or is every
-    configuration's: a new one must be read, and then listed. Phi-3's dropouts, OLMoE's clip_qkv and Cohere's
-    use_qk_norm are refused."""
+    configuration's: a new one must be read, and then listed. Phi-3's and StableLM's
+    dropouts, OLMoE's clip_qkv, and norms of queries and keys of Cohere and StableLM are refused."""
     for kind, family in FAMILIES.items():
         try:
             config = transformers.AutoConfig.for_model(kind)
@@ -495,7 +496,7 @@ def test_every_field_of_every_family_is_classified():
         assert (
             not {*families.declared_fields(type(config))}
             - known
-            - {"resid_pdrop", "embd_pdrop", "clip_qkv", "use_qk_norm"}
+            - {"resid_pdrop", "embd_pdrop", "clip_qkv", "use_qk_norm", "qk_layernorm", "hidden_dropout"}
         ), kind
 
 
@@ -783,7 +784,7 @@ def described(kind: str) -> str:
         "short convolutions": "conv_L_cache" in family.shown_by_modules,
         "LayerNorms": family.layer_norm,
         "MLPs without a gate": family.mlp_projections[0] is None,
-        "attention and MLP side by side": family.parallel,
+        "attention and MLP side by side": family.parallel or family.parallel_switch,
         "one projection for q, k and v": family.qkv,
         "one projection for gate and up": family.gate_up,
         "layers without rotation": family.rotary_switch or family.rotary_in_windows or family.rotary_by_layer,

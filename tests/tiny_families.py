@@ -94,6 +94,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", dict(sliding_window=8)),
     "cohere": ("cohere", dict(logit_scale=0.7)),
     "cohere2": ("cohere2", dict(logit_scale=0.7, sliding_window=8, layer_types=ALTERNATE)),
+    "stablelm": ("stablelm", dict(use_qkv_bias=True, use_parallel_residual=True)),
+    "stablelm one after the other": ("stablelm", {}),
     "nemotron": ("nemotron", dict(head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters={
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
     "ernie4_5": ("ernie4_5", dict(head_dim=16, use_bias=True)),
@@ -136,6 +138,7 @@ SIMILAR = (
     *("hyperclovax without post-norms", "seed_oss", "exaone", "exaone4 without windows", "internlm3", "iquestcoder"),
     *("cwm", "helium", "glm", "sarvam_moe", "dots1", "solar_open", "olmoe", "granitemoe", "glm4_moe", "olmo3", "gemma"),
     *("qwen2_moe", "mixtral", "exaone_moe", "mellum", "vaultgemma", "granite_swa", "afmoe", "minimax_m2", "hy_v3"),
+    "stablelm one after the other",
     *("lfm2", "lfm2_moe", "lfm3"),  # without heads and trees of the model itself: see test_lfm2.py
 )
 """Cases that show trees, kernels and heads nothing that others do not. tests/test_experts.py runs their mixtures."""
@@ -149,11 +152,12 @@ NOT_OVER_RANKS = {
     "ernie4_5_moe": "has moe_statics.e_score_correction_bias in its router",
     "sarvam_moe": "issues during automatic conversion of the weights",
     "qwen3_vl_moe_text": "ignore_mismatched_sizes",
+    "stablelm": "has no `tp_plan`",
     "granite_swa": "self_attn.sinks is sharded over several devices",
     **dict.fromkeys(("glm4_moe_lite", "deepseek_v2"), "_b_proj.weight is sharded over several devices"),
 }
-"""Families that ranks cannot share, and words of the refusal. Those of Sarvam and of Qwen3-VL's mixture are
-transformers' own, as it loads them."""
+"""Families that ranks cannot share, and words of the refusal. Those of Sarvam, StableLM and Qwen3-VL's mixture
+are transformers' own, as it loads them."""
 
 
 def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:

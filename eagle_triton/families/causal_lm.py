@@ -284,9 +284,10 @@ class LayerReader:
 
     def layer(self, index: int) -> Layer:
         family, read = self._family, self._body.at(f"layers.{index}")
+        switch = family.parallel_switch
         norms = [
             None
-            if name is None or isinstance(read.value(name), nn.Identity)
+            if name is None or isinstance(read.value(name), nn.Identity | None)
             else read.norm(name, layer_norm=family.layer_norm)
             for name in family.norms
         ]
@@ -305,7 +306,7 @@ class LayerReader:
             scale=self._scale(read),
             beside=self._beside(read),
             input_block=self._input_block(read),
-            parallel=family.parallel,
+            parallel=family.parallel if switch is None else read.value(switch, bool),
         )
 
     def _input_block(self, read: ModuleReader) -> LayerInputBlock | None:

@@ -50,6 +50,8 @@ class Family:
     """The norms of layers and the last one are LayerNorms."""
     parallel: bool = False
     """The MLP reads the same normed input as attention."""
+    parallel_switch: str | None = None
+    """Attribute of layers: whether it does."""
     output: str = "o_proj"
     """Attention's output projection."""
     rotary: str = "rotary_emb"
@@ -239,6 +241,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere": COHERE,
     "cohere2": replace(COHERE, window="by_layer", rotary_switch="sliding_window"),
+    "stablelm": Family(
+        layer_norm=True,
+        parallel_switch="use_parallel_residual",
+        shown_by_modules=("layer_norm_eps", "use_qkv_bias", "use_parallel_residual"),
+    ),
     "nemotron": Family(mlp_projections=(None, "up_proj", "down_proj"), layer_norm=True, shown_by_modules=("norm_eps",)),
     "ernie4_5": ERNIE,
     "ernie4_5_moe": replace(

@@ -61,7 +61,7 @@ MODULE_FIELDS = {
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     *("first_kv_shared_layer_idx", "max_norm", "use_rope", "is_local_attention", "with_scale", "has_bias"),
     *("gate_per_head", "is_attention_layer", "use_expert_bias"),
-    *("embedding_multiplier", "residual_multiplier", "act_fn", "logit_scale"),
+    *("embedding_multiplier", "residual_multiplier", "act_fn", "logit_scale", "use_parallel_residual"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
