@@ -48,8 +48,9 @@ def main(argv: list[str]) -> int:
         parts = [torch.randn(rows, width) for _ in range(RANKS)]
         residual, weight = torch.randn(rows, width), torch.randn(width)
         time.sleep(pace.choice([0, 0, 0.003]))
-        found = add_rms_norm(SharedSums(parts[rank], torch.float32, peers), residual, weight, 1e-5)
-        expected = add_rms_norm(SplitSums(torch.stack(parts), torch.float32), residual, weight, 1e-5)
+        kind = dict(subtract_mean=True, bias=residual[0]) if use % 3 else {}
+        found = add_rms_norm(SharedSums(parts[rank], torch.float32, peers), residual, weight, 1e-5, **kind)
+        expected = add_rms_norm(SplitSums(torch.stack(parts), torch.float32), residual, weight, 1e-5, **kind)
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other), (use, one - other)
         time.sleep(pace.choice([0, 0, 0.003]))

@@ -58,10 +58,10 @@ HEADS = ("phi3", "olmo2", "gemma3_text", "glm4", "mixtral")
 WHOLE = (
     *HEADS,
     *("llama yarn", "granite", "granitemoe", "glm4_moe", "gemma2", "gemma4_text", "qwen3_moe", "qwen2_moe"),
-    *("dots1", "flex_olmo", "afmoe", "laguna"),
+    *("dots1", "flex_olmo", "afmoe", "laguna", "starcoder2", "cohere"),
 )
 """Cases with a plan of transformers of their own, and those whose parts are exchanged through memory too."""
-THROUGH_MEMORY = ("granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "gemma4_text", "laguna")
+THROUGH_MEMORY = ("granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "gemma4_text", "laguna", "starcoder2", "cohere")
 
 
 def generated(model: Any, *asked: dict[str, Any], new: int = 5) -> list[Tensor]:
@@ -191,7 +191,7 @@ def what_is_refused(folder: Path) -> None:
         sees = kind.removesuffix("_text") in WITH_IMAGES
         make, auto = (tiny_seeing_family, AutoModelForImageTextToText) if sees else (tiny_family, AutoModelForCausalLM)
         path = saved(folder, kind, make(kind.removesuffix("_text")))
-        with refused((RuntimeError, UnsupportedModelError), reason):
+        with refused((RuntimeError, ValueError), reason):
             optimize_with_triton(auto.from_pretrained(path, tp_plan="auto"))
     experts = DistributedConfig(tp_size=2, ep_size=2)
     with refused(UnsupportedModelError, "model.model.layers.0.mlp.experts", "(ep_plan)", "'moe_tp_experts'"):

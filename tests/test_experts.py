@@ -34,12 +34,13 @@ from tests.tiny_hybrids import KINDS, tiny_hybrid
 
 FAMILIES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "granitemoe", "glm4_moe", "gpt_oss"),
-    *("afmoe", "laguna", "minimax_m2", "hy_v3"),
+    *("afmoe", "laguna", "minimax_m2", "hy_v3", "granitemoehybrid", "nemotron_h with experts"),
 )
 IN_FP32 = {  # what transformers keeps so
     "glm4_moe": ("gate.e_score_correction_bias",),
     "afmoe": ("expert_bias",),
     "hy_v3": ("e_score_correction_bias", "gate.weight"),
+    "nemotron_h with experts": ("gate.e_score_correction_bias", "gate.weight"),
 }
 HYBRIDS = [kind for kind in ("qwen3_next", "qwen3_5_moe") if kind in KINDS]
 
@@ -180,6 +181,7 @@ ON_GPU = pytest.mark.skipif(not CUDA, reason="slow to interpret")
 LAYOUTS = {
     "halves": dict(),
     "interleaved": dict(interleaved=True, clamp=(0.8, 1.7), transposed=True, biased=True),
+    "without a gate": dict(gated=False, biased=True),
 }
 
 
@@ -196,8 +198,9 @@ def block(device: str, dtype: torch.dtype, rows: int, *, transposed=False, biase
         return torch.randn(12, size, generator=source).to(device, dtype) if biased else None
 
     x = torch.randn(rows, width, generator=source).to(device, dtype)
-    gate_up, down = weight(12, 2 * inner, width), weight(12, width, inner)
-    return (x, gate_up, bias(2 * inner), routes), (down, bias(width), routes), kind
+    columns = inner if not kind.get("gated", True) else 2 * inner
+    gate_up, down = weight(12, columns, width), weight(12, width, inner)
+    return (x, gate_up, bias(columns), routes), (down, bias(width), routes), kind
 
 
 def in_fp32(operands: tuple) -> tuple:

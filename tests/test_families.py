@@ -27,6 +27,7 @@ from eagle_triton.engine.model.latent_attention import LatentAttention
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import prompt_forward
 from eagle_triton.engine.model.model_watch import ModelWatch, modules_read
+from eagle_triton.engine.model.modules import apply_norm, feed_forward
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model
@@ -39,6 +40,7 @@ from eagle_triton.models.families import FAMILIES, Family
 from eagle_triton.models.loading import read_target_embedding
 from eagle_triton.models.target import check_architecture
 from eagle_triton.patching import Fallback
+from eagle_triton.runtime.row_formats import RowFormat
 from eagle_triton.speculative_decoding import autoregressive_generate
 from tests.test_causal_lm import DEVICE
 from tests.tiny import generate_row, random_prompt
@@ -133,14 +135,14 @@ def wanted_logits(models):
 
 @pytest.mark.parametrize("case, name, default", switches())
 def test_each_switch_is_heard(models, wanted_logits, case, name, default, monkeypatch):
-    """Without it the layers compute something else, or cannot be read. rotary_in_fp32 is about 16 bits alone."""
+    """Without it the layers compute something else, or cannot be read. Rotation in fp32 is about 16 bits alone."""
     kind, want = CASES[case][0], wanted_logits(case)
     monkeypatch.setitem(FAMILIES, kind, replace(FAMILIES[kind], **{name: default}))
     try:
         gap = (first_logits(models(case)) - want).abs().max().item()
     except UnsupportedModelError:
         return
-    assert gap == 0 if name == "rotary_in_fp32" else gap > 1e-3
+    assert gap == 0 if name in ("rotary_in_fp32", "rotary_terms_in_fp32") else gap > 1e-3
 
 
 HEADS = [*((case, True) for case in DISTINCT), ("granite", False), ("gemma3_text", False), ("gemma4_text", False)]
@@ -404,6 +406,8 @@ def read_each_time(case, place, name, value):
     read_each_time("muse_glimmer_text", "config", "output_multiplier", 2.0),
     read_each_time("muse_glimmer_text", "layers.0.self_attn", "qk_scale_factor", 2.0),
     read_each_time("afmoe", "config", "mup_enabled", False),
+    read_each_time("stablelm", "layers.1", "use_parallel_residual", False),
+    read_each_time("cohere2", "layers.1.self_attn", "sliding_window", 8),
     read_each_time("afmoe", "layers.0.self_attn", "is_local_attention", False),
     read_each_time("afmoe", "layers.1.mlp.router", "route_scale", 3.0),
     read_each_time("laguna", "layers.0.self_attn", "gate_per_head", False),
@@ -481,14 +485,19 @@ def test_a_field_that_is_not_accounted_for_is_refused_by_name(models, monkeypatc
 
 def test_every_field_of_every_family_is_classified():
     """Each field that a class of configurations declares is named by the family's row, is neutral, or is every
-    configuration's: a new one must be read, and then listed. Phi-3's dropouts and OLMoE's clip_qkv are refused."""
+    configuration's: a new one must be read, and then listed. Phi-3's and StableLM's
+    dropouts, OLMoE's clip_qkv, and norms of queries and keys of Cohere and StableLM are refused."""
     for kind, family in FAMILIES.items():
         try:
             config = transformers.AutoConfig.for_model(kind)
         except (ValueError, KeyError):
             continue
         known = {*families.NEUTRAL_FIELDS, *families.fields_of_all(), *family.config_fields}
-        assert not {*families.declared_fields(type(config))} - known - {"resid_pdrop", "embd_pdrop", "clip_qkv"}, kind
+        assert (
+            not {*families.declared_fields(type(config))}
+            - known
+            - {"resid_pdrop", "embd_pdrop", "clip_qkv", "use_qk_norm", "qk_layernorm", "hidden_dropout"}
+        ), kind
 
 
 def test_latent_attention_reads_its_weights_where_they_lie():
@@ -578,6 +587,7 @@ def test_what_is_refused_of_gemma_4(fields, message):
         "model.layers.1.self_attn.o_proj.weight")),
     ("phi3", ("model.layers.1.self_attn.qkv_proj.weight",)),
     ("seed_oss", ("model.layers.1.self_attn.k_proj.bias",)),
+    ("starcoder2", ("model.norm.bias", "model.layers.1.input_layernorm.bias", "model.layers.1.mlp.c_fc.bias")),
     ("gemma4_text", ("model.embed_tokens_per_layer.weight", "model.per_layer_projection_norm.weight",
         "model.layers.1.per_layer_input_gate.weight")),
     ("qwen3_next", tuple(f"model.layers.1.linear_attn.{name}.weight" for name in ("out_proj", "conv1d", "norm"))),
@@ -772,11 +782,14 @@ def described(kind: str) -> str:
         "latent attention": "kv_lora_rank" in family.shown_by_modules,
         "gated delta nets": family.recurrent and "conv_L_cache" not in family.shown_by_modules,
         "short convolutions": "conv_L_cache" in family.shown_by_modules,
+        "LayerNorms": family.layer_norm,
+        "MLPs without a gate": family.mlp_projections[0] is None,
+        "attention and MLP side by side": family.parallel or family.parallel_switch,
         "one projection for q, k and v": family.qkv,
         "one projection for gate and up": family.gate_up,
         "layers without rotation": family.rotary_switch or family.rotary_in_windows or family.rotary_by_layer,
         "rotates neighbours": family.rotary_pairs or family.rotary_interleave,
-        "rotates in fp32": family.rotary_in_fp32,
+        "rotates in fp32": family.rotary_in_fp32 or family.rotary_terms_in_fp32,
         "heads normed after the rotation": family.norm_last,
         "queries grow with positions": family.query_temperature,
         "scaled queries": family.query_scale,
@@ -802,6 +815,112 @@ def test_the_table_in_the_documentation_is_that_of_the_rows():
     text = (Path(__file__).parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
     shown = [line for line in text.splitlines() if line.startswith("| `") and "blocks |" in line]
     assert shown == [described(kind) for kind in FAMILIES]
+
+
+WITH_LAYER_NORMS = [kind for kind, family in FAMILIES.items() if family.layer_norm]
+
+
+@pytest.mark.parametrize("case", WITH_LAYER_NORMS)
+@torch.no_grad()
+def test_norms_and_blocks_have_the_bits_of_the_originals_in_bf16(case):
+    """Nearly all of those of LayerNorms, which torch adds up in another order."""
+    with skipped_if_unknown():
+        model = tiny_family(case).to(torch.bfloat16)
+    view, ops, theirs = read_causal_lm(model), make_operations(kernels=False), model.model.layers[1]
+    x, layer = torch.randn(3, 21, 64).bfloat16() + 1, view.layers[1]
+    norms = [(layer.input_norm, theirs.input_layernorm), (view.norm, model.model.norm)]
+    norms += [(layer.post_norm, theirs.post_attention_layernorm)] if layer.post_norm else []
+    for norm, module in norms:
+        assert (apply_norm(ops, norm, x) == module(x)).float().mean() > 0.995
+        assert norm.subtract_mean and norm.zero_centred == (case == "nemotron")
+    assert torch.equal(feed_forward(ops, layer.mlp, x), theirs.mlp(x))
+    states = model.model(ROWS[:1].cpu(), output_hidden_states=True)
+    none, caches = torch.zeros(1, dtype=torch.int32), view.new_caches(SlotPages.whole(1, 64, torch.device("cpu")))
+    found, _ = prompt_forward(ops, view, ROWS[:1].cpu(), caches, NewRows(none, none, None, None))
+    torch.testing.assert_close(found, states.last_hidden_state, atol=0.15, rtol=0.05)
+
+
+@pytest.mark.parametrize("case", WITH_LAYER_NORMS)
+def test_families_with_layer_norms_decode_with_suffixes_and_by_other_models(models, case):
+    """Of a batch. A draft model of the family gets all its tokens accepted."""
+    model, options = models(case), dict(max_new_tokens=16)
+    want = generated(model, **options)
+    with optimize_with_triton(model, "suffix", TritonConfig(strict=True))[1]:
+        assert torch.equal(generated(model, **options), want)
+        assert torch.equal(generated(model, **options), want)  # with the former outputs
+    engine = EAGLEInference(model, model, EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4))
+    assert engine.generate(ROWS[:1].tolist(), max_new_tokens=16)[1].tau == 4.0
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu2", "gelu_pytorch_tanh", "relu"])
+def test_activations_of_blocks_without_a_gate(activation):
+    with skipped_if_unknown():
+        model = tiny_family("starcoder2", hidden_act=activation, use_bias=False, sliding_window=None).to(DEVICE)
+    want = generated(model)
+    if activation == "relu":
+        with pytest.raises(
+            UnsupportedModelError, match=r"layers\.0\.mlp\.act must be SiLU or GELU with tanh or GELU or squared ReLU"
+        ):
+            optimize_with_triton(model)
+        return
+    logits = generated(model, **WITH_LOGITS, max_new_tokens=1).logits[0]
+    torch.testing.assert_close(first_logits(model), logits, atol=1e-4, rtol=1e-4)
+    with optimize_with_triton(model, model, TritonConfig(topk=2, num_steps=2))[1]:
+        assert torch.equal(generated(model), want)
+
+
+def test_the_scale_of_coheres_logits_is_the_models_own(models):
+    """Not its configuration's, which only its constructor reads."""
+    models("cohere")
+    model = tiny_family("cohere").to(DEVICE)
+    model.logit_scale = 0.2
+    logits = generated(model, **WITH_LOGITS, max_new_tokens=1).logits[0]
+    torch.testing.assert_close(first_logits(model), logits, atol=1e-4, rtol=1e-4)
+    wrapped = EaModel(model, tiny_head(model, False))
+    torch.testing.assert_close(wrapped(ROWS[:1], output_orig=True)[1], model(ROWS[:1]).logits)
+    with optimize_with_triton(model)[1]:
+        generated(model, max_new_tokens=1)
+        model.logit_scale = 2
+        with pytest.raises(RuntimeError, match=r"model\.logit_scale was changed from 0\.2 to 2"):
+            generated(model, max_new_tokens=1)
+
+
+def test_what_is_refused_of_families_with_layer_norms():
+    with skipped_if_unknown():
+        model = tiny_family("cohere", use_qk_norm=True)
+    with pytest.raises(UnsupportedModelError, match=r"config\.use_qk_norm is True"):
+        read_causal_lm(model)
+    for norm, message in (
+        (torch.nn.RMSNorm(64, eps=1e-5), "does not compute a LayerNorm"),
+        (torch.nn.LayerNorm(64, elementwise_affine=False), r"norm\.weight must be a plain tensor"),
+    ):
+        model = tiny_family("starcoder2")
+        model.model.layers[1].input_layernorm = norm
+        with pytest.raises(UnsupportedModelError, match=message):
+            read_causal_lm(model)
+    model = tiny_family("starcoder2", residual_dropout=0.1).to(DEVICE)
+    with optimize_with_triton(model)[1]:
+        generated(model, max_new_tokens=1)
+        model.train()
+        with pytest.raises(RuntimeError, match="in training mode with residual_dropout"):
+            generated(model, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("case", WITH_LAYER_NORMS)
+def test_fp8_weights_of_families_with_layer_norms_are_read(case):
+    """Their products read pairs, where attention and MLP read the same rows, too."""
+    pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from tests.test_float8_experts import in_float8
+
+    with skipped_if_unknown():
+        model, plain = in_float8(tiny_family(case, hidden_size=128, intermediate_size=128, head_dim=32))
+    want = generated(plain.to(DEVICE))
+    with optimize_with_triton(model.to(DEVICE))[1] as originals:
+        assert torch.equal(generated(model), want) and "FP8 projections" in str(originals)
+    layer = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine.view.layers[0]
+    assert layer.input_format == layer.mlp.input_format == RowFormat.FLOAT8_PAIR
+    other = replace(layer, mlp=read_causal_lm(plain).layers[0].mlp)
+    assert other.input_format == (None if layer.parallel else RowFormat.FLOAT8_PAIR)
 
 
 def test_a_correction_that_is_a_parameter_may_change_in_place():

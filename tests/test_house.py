@@ -51,7 +51,7 @@ def test_references_are_operations_and_nothing_else(path):
 
 
 def test_the_table_holds_all_operations():
-    assert len(OPERATIONS) == 52
+    assert len(OPERATIONS) == 53
 
 
 def test_the_package_imports_nothing_that_lies_beside_it():

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.operands.layers import ACTIVATIONS, HEAD_GATES
+from eagle_triton.operands.layers import ACTIVATIONS, HEAD_GATES, UNGATED_ACTIVATIONS
 from eagle_triton.ops import layers as kernels
 from eagle_triton.ops.draft_inputs import draft_inputs
 from eagle_triton.ops.layers import norms
@@ -109,6 +109,100 @@ def test_zero_centred_norms_round_once_in_either_case(device):
     for module in (kernels, reference):
         both = (module.rms_norm(x, weight, 1e-5, zero_centred=True, round_first=first) for first in (False, True))
         assert torch.equal(*both)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Outputs are NaN before they are written."""
+    new, empty = Tensor.new_empty, torch.empty
+
+    def filled(x: Tensor) -> Tensor:
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(Tensor, "new_empty", lambda *shape, **options: filled(new(*shape, **options)))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: filled(empty(*shape, **options)))
+
+
+LAYER_NORMS = {"plain": {}, "with a bias": {"bias": True}, "zero-centred": {"zero_centred": True, "bias": True}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (2, 3, 200), (3, 7), (0, 64), *LARGE])
+@pytest.mark.parametrize("options", LAYER_NORMS.values(), ids=LAYER_NORMS)
+def test_layer_norm(device, poisoned, options, shape, dtype):
+    """Of rows with a mean. The weight of the zero-centred norm is rounded when 1 is added."""
+    x, residual, weight, bias = (randn(device, dtype, *s) + 1 for s in (shape, shape, shape[-1:], shape[-1:]))
+    kind = dict(subtract_mean=True, zero_centred="zero_centred" in options, bias=bias if "bias" in options else None)
+    factor, term = (1 + weight).float() if kind["zero_centred"] else weight.float(), bias.float()
+
+    def by_hand(x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), shape[-1:], factor, term if "bias" in options else None, 1e-5)
+
+    tokens, table = torch.arange(len(x), device=device), x.flatten(0, -2)
+    for module in (kernels, reference):
+        added, total = module.add_rms_norm(x, residual, weight, 1e-5, **kind)
+        looked_up, rows = module.embed_rms_norm(tokens, table, weight, 1e-5, **kind)
+        out = module.rms_norm(x, weight, 1e-5, **kind)
+        assert torch.equal(total, x + residual) and torch.equal(rows, table[: len(x)])
+        if len(x):
+            assert_close(out, by_hand(x).to(dtype), by_hand(x))
+            assert_close(added, by_hand(x + residual).to(dtype), by_hand(x + residual))
+            assert torch.equal(looked_up, out.flatten(0, -2)[: len(x)])
+            other = module.rms_norm(x, weight, 1e-5, **kind | {"subtract_mean": False})
+            assert not (other - out).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_layer_norm_of_partial_sums(device, poisoned, splits):
+    sums = torch.randn(splits, 2, 3, 300, device=device) + 1
+    residual, weight, bias = (randn(device, torch.float16, *s) for s in ((2, 3, 200), (200,), (200,)))
+    partials, kind = SplitSums(sums[..., 50:250], torch.float16), dict(subtract_mean=True, bias=bias)
+    exact = reference.add_rms_norm(
+        partials.sums.sum(0), residual.float(), weight.float(), 1e-5, subtract_mean=True, bias=bias.float()
+    )
+    same = reference.add_rms_norm(partials.total(), residual, weight, 1e-5, **kind)
+    found = kernels.add_rms_norm(partials, residual, weight, 1e-5, **kind)
+    for out, a, b in zip(found, same, exact, strict=True):
+        assert_close(out, a, b)
+
+
+@BOTH
+def test_what_a_layer_norm_refuses(device, module):
+    x, weight = torch.randn(2, 3, 8, device=device), torch.randn(8, device=device)
+    for options, message in (
+        (dict(bias=weight[:7]), "bias must"),
+        (dict(bias=weight.half()), "bias must"),
+        (dict(own_weight=weight, subtract_mean=True), "own_weight must be None"),
+        (dict(own_weight=weight, bias=weight), "own_weight must be None"),
+    ):
+        with pytest.raises(ValueError, match=f"add_rms_norm: {message}"):
+            module.add_rms_norm(x, x, weight, 1e-5, **options)
+    with pytest.raises(ValueError, match="bias must be None with several weights"):
+        module.rms_norm(x, (weight,) * 3, 1e-5, bias=weight)
+    with pytest.raises(ValueError, match="embed_rms_norm: bias must"):
+        module.embed_rms_norm(torch.zeros(1, dtype=torch.int64, device=device), x[0], weight, 1e-5, bias=weight[:7])
+
+
+HF_LAYER_NORMS = {  # module, class, options of ours
+    "torch": ("torch.nn", "LayerNorm", {}),
+    "cohere": ("transformers.models.cohere.modeling_cohere", "CohereLayerNorm", {}),
+    "nemotron": ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P", {"zero_centred": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", HF_LAYER_NORMS)
+def test_the_reference_has_nearly_all_bits_of_layer_norms(family, dtype):
+    """torch adds up in another order."""
+    home, name, options = HF_LAYER_NORMS[family]
+    x, norm = randn("cpu", dtype, 7, 200) + 1, getattr(importlib.import_module(home), name)(200, eps=1e-5).to(dtype)
+    for parameter in norm.parameters():
+        parameter.data = randn("cpu", dtype, 200)
+    with torch.no_grad():
+        want = norm(x)
+        options = dict(subtract_mean=True, bias=getattr(norm, "bias", None), **options)
+        same = (reference.rms_norm(x, norm.weight, 1e-5, **options) == want).float().mean()
+    assert same == 1 if family == "cohere" else same > 0.995
 
 
 HF_NORMS = {  # family: class, options of ours
@@ -237,6 +331,44 @@ def test_swiglu_far_from_zero(device, activation):
     for module in (kernels, reference):
         out = module.swiglu(gate, torch.full_like(gate, 3), activation)
         assert (out - 3 * gate.clamp(min=0)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (2, 3, 1500), (0, 8)])
+@pytest.mark.parametrize("splits", [0, 3])
+@pytest.mark.parametrize("activation", UNGATED_ACTIVATIONS)
+def test_activate(device, poisoned, activation, splits, shape, dtype):
+    x = 2 * randn(device, dtype, *shape[:-1], 2 * shape[-1])[..., shape[-1] :]
+    if splits:
+        x = SplitSums(randn(device, torch.float32, splits, *shape), dtype)
+    total = x.total() if splits else x
+    out = kernels.activate(x, activation)
+    assert out.shape == total.shape and out.dtype == dtype
+    if out.numel():
+        exact = reference.activate(total.float(), activation)
+        assert_close(out, reference.activate(x, activation), exact)
+        for other in UNGATED_ACTIVATIONS:  # two kinds of gelu differ little
+            if other != activation and out.numel() > 100:
+                assert (reference.activate(total.float(), other) - exact).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("activation", UNGATED_ACTIVATIONS)
+def test_activations_far_from_zero(device, activation):
+    x = torch.tensor([[-3e4, -100.0, -30.0, 0.0, 30.0, 100.0, 3e4, torch.nan]], device=device)
+    for module in (kernels, reference):
+        out, positive = module.activate(x, activation)[0], x[0, :-1].clamp(min=0)
+        want = positive**2 if activation == "relu2" else positive
+        assert (out[:-1] - want).abs().max() < 1e-9 and out[-1].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("activation", "name"), [
+    ("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu"), ("relu2", "relu2")])  # fmt: skip
+def test_the_reference_has_the_bits_of_hugging_face_activations_alone(activation, name, dtype):
+    from transformers.activations import ACT2FN
+
+    x = randn("cpu", dtype, 7, 200)
+    assert torch.equal(reference.activate(x, activation), ACT2FN[name](x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -380,6 +512,7 @@ VARIANTS = {
     "nothing turns": {},
     "pairs": {"pairs": True},
     "unrounded tables": {"round_tables": False},
+    "unrounded terms": {"round_terms": False},
     "temperature": {"temperature": (0.1, 100)},
     "norms last": {"norm_last": True},
     "all": {"pairs": True, "round_tables": False, "temperature": (0.3, 16), "norm_last": True},
@@ -519,6 +652,7 @@ HF_ROTARY = {
     "llama": ("Llama", {}),
     "olmo2": ("Olmo2", {"round_tables": False}),
     "glm4": ("Glm4", {"pairs": True}),
+    "cohere": ("Cohere", {"pairs": True, "round_terms": False}),
     "ministral3": ("Ministral3", {"temperature": (0.1, 16)}),
 }
 
@@ -770,6 +904,8 @@ def test_bad_operands_are_refused(device, module):
         (module.swiglu, (x, x[:1]), ""),
         (module.swiglu, (x, x.half()), ""),
         (module.swiglu, (x, x, "gelu"), ""),
+        (module.activate, (x.long(), "silu"), ""),
+        (module.activate, (x, "relu"), ": activation must be silu or gelu_tanh or gelu or relu2, got 'relu'"),
         (module.gate_heads, (x, x), ""),
         (module.gate_heads, (heads, heads[:, :, :1]), ""),
         (module.gate_heads, (heads, heads.half()), ""),
@@ -830,6 +966,7 @@ def test_a_norm_weight_that_would_have_to_be_copied_is_refused(device):
     tokens, embedding = torch.zeros(1, 2, dtype=torch.int64, device=device), torch.ones(3, 64, device=device)
     calls = (
         lambda: kernels.rms_norm(x, weight, 1e-5),
+        lambda: kernels.rms_norm(x, x[0], 1e-5, bias=weight),
         lambda: kernels.add_rms_norm(x, x, weight, 1e-5),
         lambda: kernels.embed_rms_norm(tokens, embedding, weight, 1e-5),
         lambda: draft_inputs(x[None], None, tokens, embedding, token_norm=weight),

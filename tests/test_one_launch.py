@@ -257,6 +257,18 @@ def test_products_that_ranks_share_are_refused():
     assert "shared by ranks" in one_launch.unsupported_model(replace(view, layers=(replace(layer, mlp=shared),)))
 
 
+def test_layer_norms_blocks_without_a_gate_and_side_by_side_are_refused():
+    view = read_causal_lm(model(device="cpu", layers=1))
+    (layer,) = view.layers
+    norm = replace(layer.input_norm, round_first=False, subtract_mean=True)
+    for change, expected in (
+        (dict(parallel=True), "is not like Llama's"),
+        (dict(mlp=replace(layer.mlp, gate=None)), "is not attention and SwiGLU"),
+        (dict(input_norm=norm), "LayerNorms"),
+    ):
+        assert expected in one_launch.unsupported_model(replace(view, layers=(replace(layer, **change),)))
+
+
 @pytest.mark.parametrize("change", [{"embedding_scale": 2.0}, {"layer_inputs": object()}, {"feature_layers": (0,)}])
 def test_models_that_read_or_give_more_than_their_layers_are_refused(change):
     view = read_causal_lm(model(device="cpu", layers=1))

@@ -122,6 +122,7 @@ def test_norms_and_sums_of_all_kinds(device, module):
     for run in (
         lambda x: module.rms_norm(x, weight, 1e-5),
         lambda x: module.rms_norm(x, weight, 1e-5, zero_centred=True, in_draft_pass=True),
+        lambda x: module.rms_norm(x, weight, 1e-5, subtract_mean=True, bias=residual[0]),
         lambda x: module.add_rms_norm(x, residual, weight, 1e-5, total=total)[1].clone(),
         lambda x: module.add_rms_norm(x, residual, weight, 1e-5, own_weight=weight.flip(0))[0],
         lambda x: module.add(x),

@@ -9,7 +9,16 @@ from tests.test_causal_lm import DEVICE
 from tests.tiny import generate_row
 from tests.tiny_families import skipped_if_unknown, tiny_family
 
-FAMILIES = ("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "granitemoehybrid that rotates", "bamba")
+FAMILIES = (
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "granitemoehybrid",
+    "granitemoehybrid that rotates",
+    "bamba",
+    "nemotron_h",
+    "nemotron_h with experts",
+)
 NEW = 14
 LENGTHS = (1, 2, 5, 21, 64, 65, 130)  # shorter than a window, and about as long as a page
 

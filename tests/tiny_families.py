@@ -93,6 +93,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "iquestcoder": ("iquestcoder", dict(head_dim=16)),
     "cwm": ("cwm", dict(layer_types=ALTERNATE, bos_token_id=1, rope_parameters=None, **SLIDING)),
     "helium": ("helium", dict(head_dim=16)),
+    "starcoder2": ("starcoder2", dict(sliding_window=8)),
+    "cohere": ("cohere", dict(logit_scale=0.7)),
+    "cohere2": ("cohere2", dict(logit_scale=0.7, sliding_window=8, layer_types=ALTERNATE)),
+    "stablelm": ("stablelm", dict(use_qkv_bias=True, use_parallel_residual=True)),
+    "stablelm one after the other": ("stablelm", {}),
+    "nemotron": ("nemotron", dict(head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
     "ernie4_5": ("ernie4_5", dict(head_dim=16, use_bias=True)),
     "ernie4_5_moe": ("ernie4_5_moe", dict(moe_intermediate_size=32, moe_k=3, moe_num_experts=8, moe_layer_end_index=2)),
     "glm": ("glm", dict(head_dim=16, attention_bias=True)),
@@ -129,6 +136,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         shared_intermediate_size=48, **MAMBA, **MULTIPLIERS)),
     "granitemoehybrid that rotates": ("granitemoehybrid", dict(num_local_experts=0, position_embedding_type="rope",
         shared_intermediate_size=96, mamba_conv_bias=False, time_step_limit=(0.3, 0.9), **MAMBA, **MULTIPLIERS)),
+    "nemotron_h": ("nemotron_h", dict(mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2, head_dim=16,
+        time_step_min=0.3, chunk_size=16, layers_block_type=["linear_attention", "mlp", "linear_attention",
+        "full_attention", "mlp", "linear_attention"])),
+    "nemotron_h with experts": ("nemotron_h", dict(mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2,
+        head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48, layers_block_type=["linear_attention", "moe", "full_attention", "moe"])),
     "bamba": ("bamba", dict(attn_layer_indices=[2], **{k: v for k, v in MAMBA.items() if k != "layer_types"})),
     "gpt_oss": ("gpt_oss", dict(num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         **YARN, "truncate": False}, **SLIDING)),
@@ -140,6 +153,7 @@ SIMILAR = (
     *("qwen2_moe", "mixtral", "exaone_moe", "mellum", "vaultgemma", "granite_swa", "afmoe", "minimax_m2", "hy_v3"),
     *("lfm2", "lfm2_moe", "lfm3"),  # without heads and trees of the model itself: see test_recurrent_families.py
     *("granitemoehybrid", "granitemoehybrid that rotates", "bamba"),  # likewise
+    *("nemotron_h", "stablelm one after the other"),
 )
 """Cases that show trees, kernels and heads nothing that others do not. tests/test_experts.py runs their mixtures."""
 
@@ -152,11 +166,12 @@ NOT_OVER_RANKS = {
     "ernie4_5_moe": "has moe_statics.e_score_correction_bias in its router",
     "sarvam_moe": "issues during automatic conversion of the weights",
     "qwen3_vl_moe_text": "ignore_mismatched_sizes",
+    "stablelm": "has no `tp_plan`",
     "granite_swa": "self_attn.sinks is sharded over several devices",
     **dict.fromkeys(("glm4_moe_lite", "deepseek_v2"), "_b_proj.weight is sharded over several devices"),
 }
-"""Families that ranks cannot share, and words of the refusal. Those of Sarvam and of Qwen3-VL's mixture are
-transformers' own, as it loads them."""
+"""Families that ranks cannot share, and words of the refusal. Those of Sarvam, StableLM and Qwen3-VL's mixture
+are transformers' own, as it loads them."""
 
 
 def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:

@@ -66,7 +66,7 @@ class _Head:
             raise _UnsupportedError(f"the draft head has {len(draft.layers)} layers")
         (layer,) = draft.layers
         mixer, mlp = layer.mixer, layer.mlp
-        if not isinstance(mixer, Attention) or not isinstance(mlp, MLP):
+        if not isinstance(mixer, Attention) or not isinstance(mlp, MLP) or mlp.gate is None:
             kinds = f"{type(mixer).__name__} and {type(mlp).__name__}"
             raise _UnsupportedError(f"the draft head's layer is {kinds}, not attention and a SwiGLU block")
         if not layer.is_llamas or layer.post_norm is None:
@@ -77,7 +77,8 @@ class _Head:
             raise _UnsupportedError("the draft head's values are its keys or normed, or it has no keys of its own")
         if mixer.gated or mixer.gate is not None or 2 * len(mixer.rotary.inv_freq) != mixer.head_dim:
             raise _UnsupportedError("the draft head gates its attention or rotates only a part of each head")
-        if mixer.rotary.pairs or not mixer.rotary.round_tables or mixer.rotary.temperature is not None:
+        rotary = mixer.rotary
+        if rotary.pairs or not (rotary.round_tables and rotary.round_terms) or rotary.temperature is not None:
             raise _UnsupportedError("the draft head rotates in pairs, by unrounded tables or with a temperature")
         products: dict[str, Projection] = {"fc": draft.fc, "q": mixer.q, "k": mixer.k, "v": mixer.v, "o": mixer.o}
         products |= {"gate": mlp.gate, "up": mlp.up, "down": mlp.down, "head": draft.head}

@@ -58,6 +58,7 @@ class Operations:
     linear_swiglu = staticmethod(_linear.linear_swiglu)
     join_columns = staticmethod(_exchange.join_columns)
     swiglu = staticmethod(_layers.swiglu)
+    activate = staticmethod(_layers.activate)
     route = staticmethod(_experts.route)
     experts_swiglu = staticmethod(_experts.experts_swiglu)
     experts_down = staticmethod(_experts.experts_down)

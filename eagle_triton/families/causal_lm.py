@@ -35,12 +35,15 @@ from eagle_triton.models.families import (
     check_config,
     family_of,
     logit_cap,
+    logit_scales,
     short_rope_length,
     text_config,
     unknown_family,
 )
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
+MLP_BLOCKS = ("mlp", "moe")  # kinds of layers without a mixer
+MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")
 # Whose frequencies do not depend on the length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "ntk_alpha")
 
@@ -87,20 +90,23 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     if reason := check_config(config, where):
         raise UnknownLayerError(reason)
     check_forward_fields(body, config, family, where)
-    if family.scaled_embedding and not hasattr(body.embed_tokens, "embed_scale"):
+    table = inner.at(family.embedding)
+    if family.scaled_embedding and not hasattr(table.module, "embed_scale"):
         raise UnsupportedModelError(
-            f"{where}.embed_tokens must scale its output, as in transformers 5, got {body.embed_tokens}",
-            "families",
+            f"{table.path} must scale its output, as in transformers 5, got {table.module}", "families"
         )
-    embedding = inner.target_embedding("embed_tokens")
-    check_dtype(embedding.dtype, f"{where}.embed_tokens.weight")
+    embedding = inner.target_embedding(family.embedding)
+    check_dtype(embedding.dtype, f"{table.path}.weight")
     read, inner = (replace(reader, dtype=embedding.dtype) for reader in (read, inner))
-    layers = tuple(map(LayerReader(inner, config).layer, range(len(body.layers))))
+    layers = LayerReader(inner, config).layers()
+    if family.single_blocks and feature_layers:
+        raise UnsupportedModelError(f"{root} has features between its blocks, which a head cannot read here", "heads")
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
-    norm = inner.norm(family.last_norm)
-    scale = read_embedding_scale(body.embed_tokens) * inner.factor(family.embedding_scale)
+    norm = inner.norm(family.last_norm, layer_norm=family.layer_norm)
+    factor, divisor = logit_scales(model)
+    scale = read_embedding_scale(table.module) * inner.factor(family.embedding_scale)
     rooted = _field(config, family.root_scaled_embedding, False)
     view = ModelView(
         embedding=embedding,
@@ -108,12 +114,12 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         norm=norm,
         head=replace(
             read.projection("lm_head"),
-            factor=float(_field(config, family.logit_factor, 1.0)),
-            divisor=float(_field(config, family.logit_divisor, 1.0)),
+            factor=factor,
+            divisor=divisor,
             cap=logit_cap(model.config),
         ),
         embedding_scale=scale * config.hidden_size**0.5 if rooted else scale,
-        embedding_norm=inner.at("embed_tokens").norm("embed_norm", like=norm.weight)
+        embedding_norm=replace(table, dtype=embedding.dtype).norm("embed_norm", like=norm.weight)
         if family.normed_embedding
         else None,
         layer_inputs=_read_layer_inputs(inner) if family.layer_inputs else None,
@@ -177,18 +183,19 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     wrong = {"none": "sliding_attention", "all": "full_attention"}.get(family.window)
     for index, layer in enumerate(body.layers):
-        if getattr(getattr(layer, "self_attn", None), "is_causal", True) is not True:
-            raise UnknownLayerError(
-                f"{where}.layers.{index}.self_attn.is_causal must be True, got {layer.self_attn.is_causal!r}"
-            )
-        place = getattr(getattr(layer, "self_attn", None), "layer_idx", index)
-        if place != index:
-            raise UnknownLayerError(
-                f"{where}.layers.{index}.self_attn.layer_idx must be {index}, got {place}: the forward finds its "
-                "keys and values by it. Set it again after layers were removed, copied or moved"
-            )
+        for name in MIXERS:
+            mixer: Any = getattr(layer, name, None)
+            path = f"{where}.layers.{index}.{name}"
+            if getattr(mixer, "is_causal", True) is not True:
+                raise UnknownLayerError(f"{path}.is_causal must be True, got {mixer.is_causal!r}")
+            place = getattr(mixer, "layer_idx", index)
+            if place != index:
+                raise UnknownLayerError(
+                    f"{path}.layer_idx must be {index}, got {place}: the forward finds its part of the cache by it. "
+                    "Set it again after layers were removed, copied or moved"
+                )
         kind = kinds[index] if kinds else "sliding_attention"
-        if kind not in LAYER_TYPES:
+        if kind not in LAYER_TYPES and not (family.single_blocks and kind in MLP_BLOCKS):
             raise UnknownLayerError(f"{where}.config.layer_types[{index}] must be one of {LAYER_TYPES}, got {kind!r}")
         if window is not None and kind == wrong:
             masks = "masks no window" if family.window == "none" else "masks a window in all layers"
@@ -276,15 +283,36 @@ class LayerReader:
         assert body.dtype is not None
         self._body, self._dtype, self._config, self._sources = body, body.dtype, config, sources
         self._family = FAMILIES[config.model_type]
-        rotates = getattr(body.module, self._family.rotary, body) is not None
-        self._rotary = body.at(self._family.rotary) if rotates else None
+        name = self._family.rotary
+        missing = name is None or getattr(body.module, name, body) is None
+        self._rotary = None if name is None or missing else body.at(name)
         self._local_rotary = getattr(body.module, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
         self._rotaries: dict[tuple[str | None, float | None], Rotary] = {}  # by kind of layer and theta
 
+    def layers(self) -> tuple[Layer, ...]:
+        """All of them. A block that has only an MLP belongs to the layer of the mixer before it."""
+        count = len(self._body.module.layers)
+        if not self._family.single_blocks:
+            return tuple(map(self.layer, range(count)))
+        found: list[Layer] = []
+        for index in range(count):
+            read = self._body.at(f"layers.{index}")
+            norm = read.norm("norm")
+            if self._config.layer_types[index] not in MLP_BLOCKS:
+                found.append(Layer(norm, self._mixer(read, index), None, None))
+            elif found and found[-1].mlp is None:
+                found[-1] = replace(found[-1], post_norm=norm, mlp=self._feed_forward(read))
+            else:
+                raise UnknownLayerError(f"{read.path} has an MLP, and must follow a block with attention or Mamba-2")
+        return tuple(found)
+
     def layer(self, index: int) -> Layer:
         family, read = self._family, self._body.at(f"layers.{index}")
+        switch = family.parallel_switch
         norms = [
-            None if name is None or isinstance(read.value(name), nn.Identity) else read.norm(name)
+            None
+            if name is None or isinstance(read.value(name), nn.Identity | None)
+            else read.norm(name, layer_norm=family.layer_norm)
             for name in family.norms
         ]
         input_norm, mixer_norm, post_norm, mlp_norm = norms
@@ -299,6 +327,7 @@ class LayerReader:
             scale=self._scale(read),
             beside=self._beside(read),
             input_block=self._input_block(read),
+            parallel=family.parallel if switch is None else read.value(switch, bool),
         )
 
     def _feed_forward(self, read: ModuleReader) -> MLP | Experts:
@@ -369,11 +398,12 @@ class LayerReader:
     def _mixer(self, read: ModuleReader, index: int) -> Mixer:
         if hasattr(read.module, "linear_attn"):
             return read_gated_delta(read.at("linear_attn"))
-        if getattr(read.module, "mamba", None) is not None:
-            return read_mamba2(read.at("mamba"))
+        for name in ("mamba", "mixer"):
+            if hasattr(getattr(read.module, name, None), "A_log"):
+                return read_mamba2(read.at(name))
         if hasattr(read.module, "conv"):
             return read_short_conv(read.at("conv"))
-        family, config, attention = self._family, self._config, read.at("self_attn")
+        family, config, attention = self._family, self._config, read.at(self._family.attention)
         kinds = getattr(config, "layer_types", None)
         if hasattr(attention.module, "kv_a_proj_with_mqa"):
             rotary = self._rotary_of(index, kinds)
@@ -427,11 +457,12 @@ class LayerReader:
                 self._rotary.path,
                 pairs=self._family.rotary_pairs,
                 round_tables=not self._family.rotary_in_fp32,
+                round_terms=not self._family.rotary_terms_in_fp32,
                 temperature=self._temperature() if self._family.query_temperature else None,
             )
         attention, rotates = self._body.at(f"layers.{index}.self_attn"), True
         if self._family.rotary_switch is not None:
-            rotates = bool(attention.value(self._family.rotary_switch, int))
+            rotates = bool(attention.value(self._family.rotary_switch, (int, type(None))))
         if theta is not None:
             rotates = bool(theta)
         if self._family.rotary_in_windows:

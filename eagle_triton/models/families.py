@@ -44,12 +44,23 @@ class Family:
     norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     """Before and after the mixer, before and after the MLP."""
     mlp: str = "mlp"
-    mlp_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mlp_projections: tuple[str | None, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The first is None in MLPs without a gate."""
+    layer_norm: bool = False
+    """The norms of layers and the last one are LayerNorms."""
+    parallel: bool = False
+    """The MLP reads the same normed input as attention."""
+    parallel_switch: str | None = None
+    """Attribute of layers: whether it does."""
     output: str = "o_proj"
     """Attention's output projection."""
-    rotary: str = "rotary_emb"
-    """Without this module nothing rotates."""
+    attention: str = "self_attn"
+    rotary: str | None = "rotary_emb"
+    """If a model has no such module, nothing rotates."""
+    embedding: str = "embed_tokens"
     last_norm: str = "norm"
+    single_blocks: bool = False
+    """Each module of `layers` has one norm, and a mixer or an MLP, and all of these have the name of `attention`."""
     qkv: str | None = None
     """One projection for queries, keys and values."""
     gate_up: str | None = None
@@ -70,6 +81,8 @@ class Family:
     """Configuration field that says so."""
     rotary_in_fp32: bool = False
     """Cosine and sine are not rounded to the model's dtype."""
+    rotary_terms_in_fp32: bool = False
+    """Only the rotated values are rounded to it, and cosine and sine."""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Norms of queries and keys, if attention modules have them."""
     norm_last: bool = False
@@ -102,6 +115,7 @@ class Family:
     """Name of a layer's buffer [1] that multiplies the residual stream at its end."""
     logit_divisor: str | None = None
     logit_factor: str | None = None
+    """Field of the factor of logits. If the model has an attribute of this name, its forward reads that."""
     logit_cap: str | None = None
     """Field of the soft cap of logits."""
     shown_by_modules: tuple[str, ...] = ()
@@ -141,6 +155,15 @@ ERNIE = Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("use_bi
 EXAONE4 = Family(
     norms=AFTER_BLOCKS, window="by_layer", rotary_in_windows=True, shown_by_modules=("sliding_window_pattern",)
 )
+COHERE = Family(
+    norms=("input_layernorm", None, None, None),
+    layer_norm=True,
+    parallel=True,
+    rotary_pairs=True,
+    rotary_terms_in_fp32=True,
+    logit_factor="logit_scale",
+    shown_by_modules=("layer_norm_eps",),
+)
 GATED_DELTA = Family(
     recurrent=True,
     shown_by_modules=(
@@ -167,6 +190,11 @@ MAMBA2 = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "position_embedding_type"),
     *("attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient", "shared_intermediate_size"),
+    *("layers_block_type", "mlp_hidden_act", "use_mamba_kernels", "ssm_state_size", "mamba_num_heads"),
+    *("mamba_head_dim", "mamba_hidden_act", "n_groups", "conv_kernel", "expand", "time_step_min", "time_step_max"),
+    *("time_step_floor", "use_conv_bias", "chunk_size", "mamba_ssm_cache_dtype", "layer_norm_epsilon", "use_bias"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_shared_expert_overlap", "residual_in_fp32"),
+    *("mtp_layers_block_type", "hidden_dropout", "rescale_prenorm_residual"),
 )
 """Fields of models with Mamba-2's layers."""
 
@@ -219,6 +247,18 @@ FAMILIES: dict[str, Family] = {
         recurrent=True,
         shown_by_modules=(*GRANITE.shown_by_modules, *MAMBA2, *EXPERTS),
     ),
+    "nemotron_h": Family(
+        norms=("norm", None, "norm", None),
+        attention="mixer",
+        mlp="mixer",
+        mlp_projections=(None, "up_proj", "down_proj"),
+        rotary=None,
+        embedding="embeddings",
+        last_norm="norm_f",
+        single_blocks=True,
+        recurrent=True,
+        shown_by_modules=(*MAMBA2, *MTP_LAYERS, *EXPERTS),
+    ),
     "bamba": Family(
         norms=("input_layernorm", None, "pre_ff_layernorm", None),
         mlp="feed_forward",
@@ -240,6 +280,20 @@ FAMILIES: dict[str, Family] = {
     "iquestcoder": Family(),
     "cwm": Family(window="by_layer"),
     "helium": Family(rotary_pairs=True),
+    "starcoder2": Family(
+        mlp_projections=(None, "c_fc", "c_proj"),
+        layer_norm=True,
+        window="all",
+        shown_by_modules=("norm_epsilon", "use_bias", "embedding_dropout"),
+    ),
+    "cohere": COHERE,
+    "cohere2": replace(COHERE, window="by_layer", rotary_switch="sliding_window"),
+    "stablelm": Family(
+        layer_norm=True,
+        parallel_switch="use_parallel_residual",
+        shown_by_modules=("layer_norm_eps", "use_qkv_bias", "use_parallel_residual"),
+    ),
+    "nemotron": Family(mlp_projections=(None, "up_proj", "down_proj"), layer_norm=True, shown_by_modules=("norm_eps",)),
     "ernie4_5": ERNIE,
     "ernie4_5_moe": replace(
         ERNIE,
@@ -399,6 +453,16 @@ def logit_cap(config: Any) -> float | None:
     whatever its language model's configuration has."""
     field = FAMILIES[text_config(config).model_type].logit_cap
     return getattr(text_config(config), field, None) if field and config.model_type != "gemma3" else None
+
+
+def logit_scales(model: Any) -> tuple[float, float]:
+    """The numbers that a target's logits are multiplied and divided by."""
+    config = text_config(model.config)
+    family = FAMILIES[config.model_type]
+    names = family.logit_factor, family.logit_divisor
+    found = [name and getattr(model if hasattr(model, name) else config, name, None) for name in names]
+    factor, divisor = (1.0 if value is None else float(value) for value in found)
+    return factor, divisor
 
 
 def expected_families() -> str:

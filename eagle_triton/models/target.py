@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .families import FAMILIES, family_of, logit_cap, short_rope_length, text_config, unknown_family
+from .families import FAMILIES, family_of, logit_cap, logit_scales, short_rope_length, text_config, unknown_family
 from .heads import steady_attention
 
 CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
@@ -101,10 +101,7 @@ class LogitHead:
 
 def logit_head(base_model: Any) -> Callable[[Tensor], Tensor]:
     """The function from a target's last hidden state [..., H] to logits [..., V]; often `lm_head` itself."""
-    config = text_config(base_model.config)
-    family, cap = FAMILIES[config.model_type], logit_cap(base_model.config)
-    names = family.logit_factor, family.logit_divisor
-    factor, divisor = (1.0 if name is None else float(getattr(config, name)) for name in names)
+    (factor, divisor), cap = logit_scales(base_model), logit_cap(base_model.config)
     if (factor, divisor, cap) == (1.0, 1.0, None):
         return base_model.lm_head
     return LogitHead(base_model.lm_head, factor, divisor, cap)

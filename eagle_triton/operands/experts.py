@@ -98,7 +98,9 @@ def check_route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tens
         )
 
 
-def check_experts_swiglu(x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, routes: Routes) -> None:
+def check_experts_swiglu(
+    x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, routes: Routes, gated: bool = True
+) -> None:
     name = "experts_swiglu"
     check_tensors(
         name,
@@ -112,7 +114,7 @@ def check_experts_swiglu(x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, 
         n=x.shape[:-1].numel(),
     )
     _check_rows(name, x.shape[:-1].numel())
-    if gate_up.shape[1] % 2:
+    if gated and gate_up.shape[1] % 2:
         raise ValueError(f"{name}: gate_up must have an even number of rows, got {gate_up.shape[1]}")
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from eagle_triton.operands.shapes import FLOATS, check_tensors
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
+UNGATED_ACTIVATIONS = (*ACTIVATIONS, "gelu", "relu2")
 HEAD_GATES = ("sigmoid", "softplus")
 
 
@@ -19,7 +20,13 @@ def check_rms_norm(
     residual: Tensor | None = None,
     total: Tensor | None = None,
     own_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
 ) -> None:
+    if bias is not None and isinstance(weight, tuple):
+        raise ValueError(f"{name}: bias must be None with several weights")
+    if own_weight is not None and (subtract_mean or bias is not None):
+        raise ValueError(f"{name}: own_weight must be None for norms that subtract the mean or have a bias")
     if isinstance(weight, tuple):
         if not weight or x.shape[-2:-1] != (len(weight),):
             raise ValueError(f"{name}: x must be [..., {len(weight)}, H] for {len(weight)} weights, got {[*x.shape]}")
@@ -32,17 +39,25 @@ def check_rms_norm(
         "residual": (residual, x.shape, x.dtype),
         "total": (total, x.shape, x.dtype),
         "own_weight": (own_weight, x.shape[-1:], x.dtype),
+        "bias": (bias, x.shape[-1:], x.dtype),
     }
     check_tensors(name, tensors)
     _check_evenly_spaced(name, total)
 
 
-def check_embed_rms_norm(tokens: Tensor, embedding: Tensor | SharedRows, weight: Tensor, total: Tensor | None) -> None:
+def check_embed_rms_norm(
+    tokens: Tensor,
+    embedding: Tensor | SharedRows,
+    weight: Tensor,
+    total: Tensor | None,
+    bias: Tensor | None = None,
+) -> None:
     tensors = {
         "tokens": (tokens, "...", torch.int64),
         "embedding": (embedding, "V H", FLOATS),
         "weight": (weight, "H", embedding.dtype),
         "total": (total, "... H", embedding.dtype),
+        "bias": (bias, "H", embedding.dtype),
     }
     check_tensors("embed_rms_norm", tensors)
     _check_evenly_spaced("embed_rms_norm", total)
@@ -126,14 +141,19 @@ def check_latent_append(
     check_tensors("latent_append", tensors, r=rotated, width=norm.numel() + rotated)
 
 
-def check_activation(name: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
+def check_activation(name: str, activation: str, known: tuple[str, ...] = ACTIVATIONS) -> None:
+    if activation not in known:
+        raise ValueError(f"{name}: activation must be {' or '.join(known)}, got {activation!r}")
 
 
 def check_swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> None:
     check_tensors("swiglu", {"gate": (gate, gate.shape, FLOATS), "up": (up, gate.shape, gate.dtype)})
     check_activation("swiglu", activation)
+
+
+def check_activate(x: Product, activation: str) -> None:
+    check_tensors("activate", {"x": (x, "... I", FLOATS)})
+    check_activation("activate", activation, UNGATED_ACTIVATIONS)
 
 
 def check_gate_heads(x: Tensor, gate: Tensor, activation: str = "sigmoid") -> None:

@@ -76,21 +76,26 @@ def experts_swiglu(
     *,
     interleaved: bool = False,
     clamp: tuple[float, float] | None = None,
+    gated: bool = True,
 ) -> Tensor:
     """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in
-    MXFP4, four bits or FP8, bias [E, 2I]; returns [n, k, I].
+    MXFP4, four bits or FP8, bias [E, 2I]; returns [n, k, I]. Without `gated`, relu(up(x))^2 with gate_up [E, I, H].
 
     The first half of an expert's rows is its gate, or with `interleaved` every other row from the first. clamp
     (limit, alpha): gate and up are bounded by the limit (the gate only from above), and the result is
     (up + 1) * gate * sigmoid(alpha * gate), as in gpt-oss. Every operation rounds to x's dtype.
     """
-    operands.check_experts_swiglu(x, gate_up, bias, routes)
+    operands.check_experts_swiglu(x, gate_up, bias, routes, gated)
     x = x.reshape(-1, x.shape[-1])
-    out = x.new_zeros(*routes.experts.shape, gate_up.shape[1] // 2)
+    out = x.new_zeros(*routes.experts.shape, gate_up.shape[1] // (2 if gated else 1))
     for slot in range(len(routes.hit)):
         both = _product(x, gate_up, bias, routes, slot)
-        gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
-        out = torch.where(_taken(routes, slot), _gated(gate, up, clamp)[:, None], out)
+        if gated:
+            gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
+            inner = _gated(gate, up, clamp)
+        else:
+            inner = F.relu(both).square()
+        out = torch.where(_taken(routes, slot), inner[:, None], out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding with the cache append, and the activations: SwiGLU and the gate of attention heads."""
+"""Norms, rotary embedding with the cache append, and the activations: SwiGLU, others, the gate of attention heads."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def rms_norm(
     *,
     zero_centred: bool = False,
     round_first: bool = True,
+    subtract_mean: bool = False,
+    bias: Tensor | None = None,
     in_draft_pass: bool = False,
     row_format: RowFormat | None = None,
 ) -> ProductRows:
@@ -29,18 +31,26 @@ def rms_norm(
     models: the normalised value to x's dtype before the weight (Llama); without `round_first` (gpt-oss, OLMo 2), and
     with `zero_centred`, where the factor is 1 + weight (Gemma, Qwen3.5), only the product. `in_draft_pass` and
     `row_format` are for the kernel only.
+
+    LayerNorm (Ba et al. 2016) is the same with `subtract_mean`: the row's mean is subtracted first. bias [H] is added
+    to the product. It rounds once too, and with `zero_centred` also 1 + weight (Nemotron).
     """
-    operands.check_rms_norm("rms_norm", x, weight)
+    operands.check_rms_norm("rms_norm", x, weight, bias=bias, subtract_mean=subtract_mean)
     if isinstance(weight, tuple):
         weight = torch.stack(weight)
     x = total_of(x)
     wide = x.float()
+    if subtract_mean:
+        wide = wide - wide.mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if zero_centred:
-        return (normed * (1.0 + weight.float())).to(x.dtype)
-    if not round_first:
-        return (weight.float() * normed).to(x.dtype)
-    return weight * normed.to(x.dtype)
+        factor = 1.0 + weight.float()
+        product = normed * (factor.to(x.dtype).float() if subtract_mean else factor)
+    elif subtract_mean or not round_first:
+        product = weight.float() * normed
+    else:
+        product = weight * normed.to(x.dtype)
+    return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def embed_rms_norm(
@@ -51,15 +61,18 @@ def embed_rms_norm(
     *,
     zero_centred: bool = False,
     round_first: bool = True,
+    subtract_mean: bool = False,
+    bias: Tensor | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
 ) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x), x) for x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
     [H]. `total` [..., H]: x is written here."""
-    operands.check_embed_rms_norm(tokens, embedding, weight, total)
+    operands.check_embed_rms_norm(tokens, embedding, weight, total, bias)
     x = embedding[tokens.clamp(min=0)]
-    out = rms_norm(x, weight, eps, zero_centred=zero_centred, round_first=round_first)
+    kind: dict[str, Any] = dict(zero_centred=zero_centred, round_first=round_first)
+    out = rms_norm(x, weight, eps, subtract_mean=subtract_mean, bias=bias, **kind)
     return out, x if total is None else total.copy_(x)
 
 
@@ -71,18 +84,21 @@ def add_rms_norm(
     *,
     zero_centred: bool = False,
     round_first: bool = True,
+    subtract_mean: bool = False,
+    bias: Tensor | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
     own_weight: Tensor | None = None,
 ) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. total [..., H]: the sum
-    is written here. own_weight [H]: x is its norm with this weight first."""
-    operands.check_rms_norm("add_rms_norm", x, weight, residual, total, own_weight)
+    is written here. own_weight [H]: x is its RMSNorm with this weight first."""
+    operands.check_rms_norm("add_rms_norm", x, weight, residual, total, own_weight, bias, subtract_mean)
+    kind: dict[str, Any] = dict(zero_centred=zero_centred, round_first=round_first)
     if own_weight is not None:
-        x = whole_of(rms_norm(x, own_weight, eps, zero_centred=zero_centred, round_first=round_first))
+        x = whole_of(rms_norm(x, own_weight, eps, **kind))
     both = total_of(x) + residual
-    out = rms_norm(both, weight, eps, zero_centred=zero_centred, round_first=round_first)
+    out = rms_norm(both, weight, eps, subtract_mean=subtract_mean, bias=bias, **kind)
     return out, both if total is None else total.copy_(both)
 
 
@@ -130,6 +146,7 @@ def rotary_append(
     table: Tensor | None = None,
     pairs: bool = False,
     round_tables: bool = True,
+    round_terms: bool = True,
     temperature: tuple[float, int] | None = None,
     norm_last: bool = False,
 ) -> Tensor:
@@ -145,9 +162,9 @@ def rotary_append(
 
     Differences between models: with empty frequencies, [0], nothing is rotated (SmolLM3). `pairs`: elements 2i and
     2i + 1 rotate together instead of i and i + r / 2 (GLM-4). Without `round_tables` cos and sin stay fp32, and the
-    rotated values are rounded once (OLMo 2). temperature (beta, length): the rotated q is multiplied by
-    1 + beta * log(1 + floor(position / length)) in its own dtype (Ministral 3). `norm_last`: q and k are normed after
-    the rotation (Hunyuan).
+    rotated values are rounded once (OLMo 2). Without `round_terms` cos and sin are rounded, and then the rotated values
+    (Cohere). temperature (beta, length): the rotated q is multiplied by 1 + beta * log(1 + floor(position / length)) in
+    its own dtype (Ministral 3). `norm_last`: q and k are normed after the rotation (Hunyuan).
     """
     norms = q_norm, k_norm, v_norm
     operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, norms, table, temperature)
@@ -164,6 +181,8 @@ def rotary_append(
     rows = first_row + skip
     positions = _positions(first_row, depths, skip, q.shape[1])
     cos, sin = _cos_sin(positions, inv_freq, attention_scaling, q.dtype if round_tables else torch.float32)
+    if not round_terms:
+        cos, sin = cos.float(), sin.float()
     q, own[:1] = _rotate(q, cos, sin, pairs), [_rotate(part, cos, sin, pairs) for part in own[:1]]
     if norm_last:
         q, own[:1] = normed(q, q_norm), [normed(part, k_norm) for part in own[:1]]
@@ -237,6 +256,21 @@ def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     if activation == "gelu_tanh":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
     return torch.nn.functional.silu(gate) * up
+
+
+def activate(x: Product, activation: str) -> Tensor:
+    """activation(x), elementwise, of an MLP without a gate; [..., I]. x may be in splits.
+
+    "silu", "gelu_tanh", "gelu" (Hendrycks & Gimpel 2016, exact), or "relu2", max(x, 0)^2 (So et al. 2021). Rounded
+    once.
+    """
+    operands.check_activate(x, activation)
+    x = total_of(x)
+    if activation == "relu2":
+        return torch.nn.functional.relu(x).square()
+    if activation == "silu":
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def gate_heads(x: Tensor, gate: Tensor, activation: str = "sigmoid") -> Tensor:

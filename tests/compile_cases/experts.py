@@ -24,6 +24,7 @@ _SHAPES = {  # experts, and those of a row; the rows of gate or of up, and their
     "30b-a3b": (128, 8, 768, 2048),
     "8x7b": (8, 2, 14336, 4096),
     "gpt-oss": (32, 4, 2880, 2880),
+    "nemotron-3": (128, 6, 1856, 2688),
 }
 
 
@@ -58,6 +59,7 @@ def _products(
     rows: int = _ROWS,
     routed: Callable[..., Tensor] | None = None,
     as_gpt_oss: bool = False,
+    gated: bool = True,
     **how: Any,
 ) -> list[tuple]:
     """Of gate and up, and of down. routed: the weights of a row's experts, in x's dtype if left out."""
@@ -66,7 +68,8 @@ def _products(
     routes = Routes(i32(rows, chosen), (routed or x)(rows, chosen), i32(slots), i64(slots))
     options = dict(interleaved=True, clamp=(7.0, 1.702)) if as_gpt_oss else {}
     biases = (x(experts, 2 * inner), x(experts, width)) if as_gpt_oss else (None, None)
-    both, down = weight(experts, 2 * inner, width), weight(experts, width, inner)
+    both, down = weight(experts, (2 if gated else 1) * inner, width), weight(experts, width, inner)
+    options |= {} if gated else dict(gated=False)
     name = f"{name} {shape} {rows} rows"
     return [
         *launches(name, experts_swiglu, x(rows, width), both, biases[0], routes, **options, **how),
@@ -96,6 +99,7 @@ CASES = [
     *_router("router 8 of 256 rounded", 256, Routing(8, "sigmoid", weights_in_fp32=True, rounded_logits=True)),
     *_portable("bf16", "30b-a3b", bf16, bf16),
     *_portable("bf16", "8x7b", bf16, bf16, routed=fp32),
+    *_portable("bf16", "nemotron-3", bf16, bf16, routed=fp32, gated=False),
     *_portable("bf16", "gpt-oss", bf16, _transposed, as_gpt_oss=True),
     *_portable("fp32", "30b-a3b", fp32, fp32),
     *_portable("MXFP4", "gpt-oss", bf16, _mxfp4, as_gpt_oss=True),

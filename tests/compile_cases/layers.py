@@ -1,13 +1,15 @@
-"""Production settings of rms_norm, rotary_append, swiglu and gate_heads: 8b and 1b shapes, whole and partial products;
-those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated; Hunyuan-7B's heads, Laguna's
-gates, and the latents of GLM-4.7-Flash and DeepSeek-V2."""
+"""Production settings of rms_norm, rotary_append, swiglu, activate and gate_heads: 8b and 1b shapes, whole and partial
+products; those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated; Hunyuan-7B's heads,
+Laguna's gates, the latents of GLM-4.7-Flash and DeepSeek-V2, and LayerNorms of Command-R, StarCoder 2 and Nemotron."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from eagle_triton.operands.layers import UNGATED_ACTIVATIONS
 from eagle_triton.ops.layers import (
+    activate,
     add,
     add_rms_norm,
     embed_rms_norm,
@@ -50,6 +52,16 @@ def _other_norms(size: int) -> list[tuple]:
         *launches(f"{size} with its pair", add_rms_norm, *summed, **pair, targets=HOPPER),
         *launches(f"embedding {size}", embed_rms_norm, i64(60), bf16(32000, size), weight, 1e-5),
         *launches(f"{size} with 3 weights", rms_norm, bf16(60, 3, size), (weight,) * 3, 1e-5),
+    ]
+
+
+def _layer_norms(size: int, splits: int) -> list[tuple]:
+    weight, summed = bf16(size), (add_rms_norm, product_of(splits, 60, size), bf16(60, size), bf16(size), 1e-5)
+    kind, name = dict(subtract_mean=True), f"{size} splits {splits}"
+    return [
+        *launches(f"LayerNorm {name}", *summed, **kind),
+        *launches(f"LayerNorm with a bias {name}", *summed, **kind, bias=weight),
+        *launches(f"zero-centred LayerNorm {name}", *summed, **kind, bias=weight, zero_centred=True),
     ]
 
 
@@ -131,6 +143,8 @@ CASES = [
     *_norms(4096, 2),
     *_other_norms(4096),
     *_other_norms(2048),
+    *_layer_norms(4096, 1),
+    *_layer_norms(6144, 2),
     *launches("pairs", float8_pair, bf16(60, 4096), targets=HOPPER),
     *(
         case
@@ -141,6 +155,7 @@ CASES = [
     *launches("of 3 ranks", embed_rms_norm, i64(10), SharedRows(bf16(32000, 4096), _PEERS), bf16(4096), 1e-5),
     *launches("of 3 ranks rounded once", *_OF_RANKS, **_ONCE),
     *launches("of 3 ranks zero-centred", *_OF_RANKS, zero_centred=True),
+    *launches("LayerNorm of 3 ranks", *_OF_RANKS, subtract_mean=True, bias=bf16(4096)),
     *launches("sum of 3 ranks", add, _SHARED),
     *(case for splits in (1, 2) for norms in ("qk", "") for case in _rotary(8, 4, 128, splits=splits, norms=norms)),
     *(case for norms in ("qk", "") for case in _rotary(8, 4, 64, splits=2, norms=norms)),
@@ -156,7 +171,12 @@ CASES = [
     *(
         case
         for turned, splits in ((128, 2), (64, 1))
-        for kind in (dict(pairs=True), dict(round_tables=False), dict(temperature=(0.1, 16384)))
+        for kind in (
+            dict(pairs=True),
+            dict(round_tables=False),
+            dict(pairs=True, round_terms=False),
+            dict(temperature=(0.1, 16384)),
+        )
         for case in _rotary(8, 4, 128, turned=turned, splits=splits, **kind)
     ),
     *_rotary(8, 4, 128, turned=0),
@@ -165,6 +185,12 @@ CASES = [
     *_latents(128, 1, pairs=True, round_tables=False),
     *launches("silu", swiglu, bf16(60, 14336), bf16(60, 14336)),
     *launches("gelu_tanh", swiglu, bf16(60, 14336), bf16(60, 14336), "gelu_tanh"),
+    *(
+        case
+        for name in UNGATED_ACTIVATIONS
+        for splits in (1, 2)
+        for case in launches(f"{name} of {splits}", activate, product_of(splits, 60, 24576), name)
+    ),
     *launches("gated heads", gate_heads, bf16(4, 60, 24, 256), bf16(4, 60, 24, 256)),
     *launches("one gate", gate_heads, bf16(4, 60, 48, 128), bf16(4, 60, 48, 1), "softplus"),
 ]

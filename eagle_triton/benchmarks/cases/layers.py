@@ -16,7 +16,7 @@ EPS = 1e-5
 
 
 def layer_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
-    """RMSNorm, rotary embedding with the cache append, SwiGLU and the gate of heads, for the nodes of a tree."""
+    """RMSNorm, rotary embedding with the cache append, SwiGLU, GELU and the gate of heads, for the nodes of a tree."""
     hidden, width, element = sizes.hidden, sizes.width, maker.dtype.itemsize
     keys = 512 if maker.cuda else 64
 
@@ -67,6 +67,13 @@ def layer_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
             lambda ops, gate, up: ops.swiglu(gate, up),
             3 * NODES * sizes.inner,
             dict(others={"silu, mul": lambda gate, up: F.silu(gate) * up}),
+        ),
+        (
+            f"activate [{NODES}, {sizes.inner}]",
+            lambda generator: (maker.normal(generator, NODES, sizes.inner),),
+            lambda ops, x: ops.activate(x, "gelu_tanh"),
+            2 * NODES * sizes.inner,
+            dict(others={"gelu": lambda x: F.gelu(x, approximate="tanh")}),
         ),
         (
             f"gate_heads, {NODES} nodes",

@@ -449,7 +449,7 @@ class BeamDraft(ScoringDraft):
         for index, layer in enumerate(self.layers):
             if index:
                 normed, x = add_norm_for(
-                    ops, layer.input_norm, x, update, rows.in_draft_pass, row_format=layer.mixer.input_format
+                    ops, layer.input_norm, x, update, rows.in_draft_pass, row_format=layer.input_format
                 )
             part = None if layer_inputs is None else layer_inputs[:, :, index]
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows, part)

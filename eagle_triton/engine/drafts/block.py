@@ -440,13 +440,13 @@ class BlockDraft(ScoringDraft):
             self.embedding,
             plan.tokens,
             in_draft_pass=True,
-            row_format=self.layers[0].mixer.input_format,
+            row_format=self.layers[0].input_format,
             scale=self.embedding_scale,
         )
         update: Product | NormedUpdate | None = None
         for index, layer in enumerate(self.layers):
             if index:
-                normed, x = add_norm_for(ops, layer.input_norm, x, update, True, row_format=layer.mixer.input_format)
+                normed, x = add_norm_for(ops, layer.input_norm, x, update, True, row_format=layer.input_format)
             rows, cache = seen[self.causal[index]], caches.layer(index)
             if not self.convs:
                 x, update = decoder_layer(ops, layer, normed, x, cache, rows)
@@ -455,6 +455,7 @@ class BlockDraft(ScoringDraft):
             before, after = around_mixer.before_and_after(ops, whole)
             update = convolve(total_of(layer.mixer.forward(ops, convolve(whole, before), cache, rows)), after)
             whole, x = add_norm(ops, layer.post_norm, x, update, True)
+            assert layer.mlp is not None
             before, after = around_mlp.before_and_after(ops, whole)
             update = feed_forward(ops, layer.mlp, convolve(whole, before), rows.tune_for_rows)
             update = convolve(total_of(update), after)

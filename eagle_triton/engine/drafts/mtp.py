@@ -65,7 +65,7 @@ class MTPDraft(BeamDraft):
         inputs, _ = nodes.normed(ops, self.embedding, unit.token_norm, unit.hidden_norm)
         x = ops.add(project_split(ops, unit.fc, inputs, rows.tune_for_rows))
         normed, x = add_norm_for(
-            ops, unit.layer.input_norm, x, None, rows.in_draft_pass, row_format=unit.layer.mixer.input_format
+            ops, unit.layer.input_norm, x, None, rows.in_draft_pass, row_format=unit.layer.input_format
         )
         x, update = decoder_layer(ops, unit.layer, normed, x, caches.layer(index), rows)
         normed, _ = add_norm(ops, unit.norm, x, update, rows.in_draft_pass)

@@ -125,7 +125,7 @@ class SharedKeysDraft(BeamDraft):
         update = None
         for layer, source in zip(self.layers, self.sources, strict=True):
             normed, x = add_norm_for(
-                ops, layer.input_norm, x, update, seen.in_draft_pass, row_format=layer.mixer.input_format
+                ops, layer.input_norm, x, update, seen.in_draft_pass, row_format=layer.input_format
             )
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(source), seen)
         normed, _ = add_norm(ops, self.norm, x, update, seen.in_draft_pass)

@@ -440,6 +440,7 @@ class Attention(Mixer):
             table=cache.table,
             pairs=self.rotary.pairs,
             round_tables=self.rotary.round_tables,
+            round_terms=self.rotary.round_terms,
             temperature=self.rotary.temperature,
             norm_last=self.norm_last,
         )

@@ -35,7 +35,7 @@ from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.runtime.row_formats import ProductRows
+from eagle_triton.runtime.row_formats import ProductRows, RowFormat, whole_of
 from eagle_triton.runtime.split_sums import Product
 
 
@@ -44,28 +44,36 @@ class Layer:
     """A decoder layer: x += mixer(input_norm(x)), then x += mlp(post_norm(x)).
 
     The outputs of mixer and MLP may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`. Any
-    norm may be missing: EAGLE-1 heads have no input norm in their first layer. beside: experts that read x like the
+    norm may be missing: EAGLE-1 heads have no input norm in their first layer. Without an MLP the layer ends after its
+    mixer. beside: experts that read x like the
     MLP. input_block: runs last, and reads the layer's part of the view's `layer_inputs`. scale [1], of any dtype:
-    multiplies x at the end.
+    multiplies x at the end. parallel: the MLP reads input_norm(x) like the mixer, and there is no post_norm.
     """
 
     input_norm: Norm | None
     mixer: Mixer
     post_norm: Norm | None
-    mlp: MLP | Experts
+    mlp: MLP | Experts | None
     mixer_norm: Norm | None = None
     mlp_norm: Norm | None = None
     update_scale: float = 1.0
     scale: Tensor | None = None
     beside: ExpertsBeside | None = None
     input_block: LayerInputBlock | None = None
+    parallel: bool = False
+
+    @property
+    def input_format(self) -> RowFormat | None:
+        """The format in which what reads input_norm(x) takes it, see layers.rms_norm."""
+        found = self.mixer.input_format
+        return None if self.parallel and self.mlp is not None and found != self.mlp.input_format else found
 
     @property
     def is_llamas(self) -> bool:
         """Whether it is a layer like Llama's."""
         changes = (self.mixer_norm, self.mlp_norm, self.scale, self.beside, self.input_block)
         unchanged = all(change is None for change in changes) and self.update_scale == 1.0
-        return unchanged and self.post_norm is not None
+        return unchanged and not self.parallel and self.post_norm is not None and self.mlp is not None
 
     @property
     def mixtures(self) -> tuple[Experts, ...]:
@@ -187,14 +195,19 @@ def decoder_layer(
 
     Returns x with the mixer's output added, and the MLP's output, which the caller adds; None: it is added already.
     """
+    read = normed  # by a parallel MLP
     if last is None:
-        update, row_format = layer.mixer.forward(ops, normed, cache, rows), layer.mlp.input_format
+        update = layer.mixer.forward(ops, normed, cache, rows)
+        row_format = None if layer.mlp is None else layer.mlp.input_format
     else:
         update, row_format = layer.mixer.forward_last(ops, normed, cache, rows, last), None
         x, layer_inputs = rows_at(x, last), None if layer_inputs is None else rows_at(layer_inputs, last)
+        read = rows_at(whole_of(normed), last) if layer.parallel else normed
     finished = _finished(ops, layer, layer.mixer_norm, update)
+    if layer.mlp is None:
+        return x, finished
     normed, x = add_norm_for(ops, layer.post_norm, x, finished, rows.in_draft_pass, row_format=row_format)
-    update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
+    update = feed_forward(ops, layer.mlp, read if layer.parallel else normed, rows.tune_for_rows)
     if layer.beside is not None:
         update = layer.beside.added(ops, x, update)
     finished = _finished(ops, layer, layer.mlp_norm, update)
@@ -271,7 +284,7 @@ def _forward(
     x: Tensor | None = None
     update: Product | NormedUpdate | None = None
     for index, layer in enumerate(view.layers):
-        norm, row_format, total = layer.input_norm, layer.mixer.input_format, None
+        norm, row_format, total = layer.input_norm, layer.input_format, None
         if features is not None and index in view.feature_layers:  # the draft reads what this layer reads
             place = sorted(view.feature_layers).index(index)
             total = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]

@@ -63,10 +63,13 @@ MODULE_FIELDS = {
     *("gate_per_head", "is_attention_layer", "use_expert_bias"),
     *("n_groups", "ssm_state_size", "intermediate_size", "conv_dim", "conv_kernel_size", "time_step_limit"),  # Mamba-2
     *("group_size", "activation", "block_type", "has_experts"),
-    *("embedding_multiplier", "residual_multiplier", "act_fn"),
+    *("embedding_multiplier", "residual_multiplier", "act_fn", "logit_scale", "use_parallel_residual"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
+
+DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
+"""Module attributes: the rates of dropout that forwards apply in training mode."""
 
 READ_ONCE = (("_buffers", "embed_scale", ""), ("_parameters", "e_score_correction_bias", ".moe_statics"))
 """A buffer and a parameter that are read as numbers, and the ends of their modules' paths. The parameter, of ERNIE's
@@ -162,7 +165,7 @@ class ModelWatch:
         owners = [part for part in self._read if part.config is not None]
         configs = {id(part.config): (f"{part.path}.config", part.config) for part in reversed(owners)}
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
-        self._with_dropout = [part for part in self._read if part.constants.get("attention_dropout")]
+        self._with_dropout = [(part, name) for part in self._read for name in DROPOUTS if part.constants.get(name)]
         self._fast_facts = _FastFacts(self._read, [module for _, module in self._called])
         self._optimizer_steps, self._stop_counting = _count_optimizer_steps(self)
         self._as_read = self._facts()
@@ -175,9 +178,9 @@ class ModelWatch:
     def change(self) -> str | None:
         """A sentence about the first part that was replaced, moved, cast or hooked, or that has active dropout; None:
         there is none."""
-        for part in self._with_dropout:
+        for part, name in self._with_dropout:
             if part.module.training:
-                return f"{part.path} is in training mode with attention_dropout, which would not run: call model.eval()"
+                return f"{part.path} is in training mode with {name}, which would not run: call model.eval()"
         for _, config, _ in self._configs:
             if replaced := _replaced_attention(config):
                 return f"{replaced}, which would not run"

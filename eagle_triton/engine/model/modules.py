@@ -27,17 +27,21 @@ from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, Spl
 class Norm:
     """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`. zero_centred: the factor is 1 + weight.
 
-    round_first: the normalised value is rounded before the weight; see reference.layers.rms_norm."""
+    round_first: the normalised value is rounded before the weight; see reference.layers.rms_norm. LayerNorm: with
+    subtract_mean, and perhaps a `bias` [H]. Only layers and the last norm may be LayerNorms."""
 
     weight: Tensor
     eps: float
     zero_centred: bool = False
     round_first: bool = True
+    subtract_mean: bool = False
+    bias: Tensor | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the operations."""
-        return {"zero_centred": self.zero_centred, "round_first": self.round_first}
+        """Keyword arguments of the operations. Most of them take no LayerNorm, nor its arguments."""
+        kind = {"zero_centred": self.zero_centred, "round_first": self.round_first}
+        return kind | {"subtract_mean": True, "bias": self.bias} if self.subtract_mean else kind
 
 
 @dataclass(frozen=True)
@@ -106,34 +110,42 @@ class SharedEmbedding:
 @dataclass(frozen=True)
 class Rotary:
     """Rotary embedding: angle = position * inv_freq, cos and sin scaled by `attention_scaling`. In the half-rotation
-    layout unless `pairs` is set; for the last three fields see reference.layers.rotary_append."""
+    layout unless `pairs` is set; for the last four fields see reference.layers.rotary_append."""
 
     inv_freq: Tensor  # [r / 2] float32: the first r <= d elements of a head rotate; [0]: none
     attention_scaling: float = 1.0
     pairs: bool = False
     round_tables: bool = True
+    round_terms: bool = True
     temperature: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)
 class MLP:
-    """SwiGLU block: down(silu(gate(x)) * up(x)), or with another `activation` that ops.swiglu takes."""
+    """SwiGLU block: down(silu(gate(x)) * up(x)), or with another `activation` that ops.swiglu takes. Without a gate
+    down(activation(up(x))), of those that ops.activate takes."""
 
-    gate: Projection
+    gate: Projection | None
     up: Projection
     down: Projection
     activation: str = "silu"
 
     @property
+    def inputs(self) -> tuple[Projection, ...]:
+        """The projections of its input."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    @property
     def input_format(self) -> RowFormat | None:
-        return row_format_of(self.gate, self.up)
+        return row_format_of(*self.inputs)
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """The weights of a mixture of E experts, in the form that ops.experts takes.
 
-    shared: an expert that every row takes, times sigmoid(x @ shared_gate.T) if there is a gate.
+    shared: an expert that every row takes, times sigmoid(x @ shared_gate.T) if there is a gate. gated: False for
+    experts without a gate, with up [E, I, H] as gate_up.
     """
 
     routing: Routing
@@ -146,6 +158,7 @@ class ExpertWeights:
     down_bias: Tensor | None  # [E, H]
     interleaved: bool = False
     clamp: tuple[float, float] | None = None
+    gated: bool = True
     shared: MLP | None = None
     shared_gate: Tensor | None = None  # [1, H]
 
@@ -413,7 +426,8 @@ def add_norm_for(
     own_weight = None
     if isinstance(update, NormedUpdate):
         own = update.norm
-        if norm is not None and (own.eps, own.options) == (norm.eps, norm.options):
+        kinds = None if norm is None else (norm.subtract_mean or own.subtract_mean, own.eps, own.options)
+        if norm is not None and kinds == (False, norm.eps, norm.options):
             own_weight, update = own.weight, update.product
         else:
             update = computed(ops, update)
@@ -477,6 +491,9 @@ def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_r
         out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
     gate, up = mlp.gate, mlp.up
+    if gate is None:
+        (raised,) = project_stack(ops, (up,), x, keep_splits=True, tune_for_rows=tune_for_rows)
+        return project_split(ops, mlp.down, ops.activate(raised, mlp.activation), tune_for_rows)
     plain = gate.bias is None and up.bias is None and gate.joined_over is None
     if plain and gate.weight is not None and up.weight is not None:
         inner = ops.linear_swiglu(
@@ -497,7 +514,13 @@ def _routed(ops: Operations, weights: ExpertWeights, x: Tensor) -> SplitSums:
     """Rows of x [n, H] through their chosen experts."""
     routes = ops.route(x, weights.router, weights.router_bias, weights.correction, weights.routing)
     inner = ops.experts_swiglu(
-        x, weights.gate_up, weights.gate_up_bias, routes, interleaved=weights.interleaved, clamp=weights.clamp
+        x,
+        weights.gate_up,
+        weights.gate_up_bias,
+        routes,
+        interleaved=weights.interleaved,
+        clamp=weights.clamp,
+        gated=weights.gated,
     )
     return ops.experts_down(inner, weights.down, weights.down_bias, routes)
 

@@ -75,7 +75,7 @@ def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
     norms = [norm, *(norm for layer in layers for norm in (layer.input_norm, layer.post_norm) if norm is not None)]
     norms += [norm for layer in layers for norm in _head_norms(layer)]
     if any(norm.zero_centred or not norm.round_first or norm.eps != norms[0].eps for norm in norms):
-        return "the norms are zero-centred, round after their weight, or differ in eps"
+        return "the norms are zero-centred, round after their weight (LayerNorms do), or differ in eps"
     if any(norm.weight.dtype != torch.bfloat16 or not norm.weight.is_contiguous() for norm in norms):
         return "a norm's weight is not in bfloat16, or not contiguous"
     weights = [weight for layer in layers for weight in _matrices(layer)]
@@ -101,7 +101,7 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     if isinstance(mlp, Experts):
         if (reason := _unsupported_mixture(mlp)) is not None:
             return reason
-    elif not isinstance(mlp, MLP) or mlp.activation != "silu":
+    elif not isinstance(mlp, MLP) or mlp.gate is None or mlp.activation != "silu":
         return "is not attention and SwiGLU"
     for product in _projections(layer):
         if product is None or not isinstance(product.weight, Tensor):
@@ -129,7 +129,7 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     rotary = mixer.rotary
     if len(rotary.inv_freq) % 4 or not len(rotary.inv_freq):
         return f"rotates {2 * len(rotary.inv_freq)} columns of a head, not a multiple of 8"
-    if rotary.pairs or not rotary.round_tables or rotary.temperature:
+    if rotary.pairs or not (rotary.round_tables and rotary.round_terms) or rotary.temperature:
         return "rotates in pairs, by unrounded tables or with a temperature"
     if mixer.gated or mixer.gate is not None or mixer.sinks is not None or mixer.softcap is not None:
         return "has gates, sinks or capped scores"

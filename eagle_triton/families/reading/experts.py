@@ -25,6 +25,7 @@ from eagle_triton.families.reading.float8_experts import (
 )
 from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.families.reading.sharded import Styles, ranks_of
+from eagle_triton.models.families import LLAMA
 from eagle_triton.models.four_bit_experts import FourBitExperts
 from eagle_triton.models.mxfp4 import NAMES, Mxfp4Experts
 from eagle_triton.operands.experts import ExpertWeight, Routing
@@ -45,6 +46,9 @@ EPS = (1e-6,)  # what routers add to the sum of scores, besides Routing's own
 OF_ROUTERS = ("weight", "bias", "gate.weight", CORRECTIONS[0])
 UNUSED_CORRECTION = "moe_statics.e_score_correction_bias"  # ERNIE's, for softmax; it is read if it is zero
 LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights in place
+
+
+UNGATED = replace(LLAMA, mlp_projections=(None, "up_proj", "down_proj"))  # shared experts beside ungated ones
 
 
 class _CalledAsItIs(Exception):
@@ -106,7 +110,7 @@ def read_experts(
         routed = RoutedExperts(router, in_float8.of_many_rows, scale)
     elif ranks is not None:
         routed = RoutedExperts(router, own_experts(experts), scale)
-    elif (mlp := weights.shared) and any(product.weight is None for product in (mlp.gate, mlp.up, mlp.down)):
+    elif (mlp := weights.shared) and any(product.weight is None for product in (*mlp.inputs, mlp.down)):
         # The block must not call these modules of a shared expert if families/reading/quantised.py reads them: they
         # may still be compressed, or round their inputs.
         routed = RoutedExperts(router, experts, scale)
@@ -216,7 +220,8 @@ def _weights(
 ) -> ExpertWeights:
     if reason := interference(block, root):
         raise _CalledAsItIs(f"has a part that is not read: {reason}")
-    if unknown := sorted({name for name, _ in block.named_children()} - CHILDREN):
+    parts = {name for name, part in block.named_children() if not isinstance(part, nn.Identity)}
+    if unknown := sorted(parts - CHILDREN):
         raise _CalledAsItIs(f"has {', '.join(unknown)}, which is not known here")
     if getattr(block, "jitter_noise", 0):
         raise _CalledAsItIs(f"has jitter_noise {block.jitter_noise}")
@@ -232,7 +237,9 @@ def _weights(
             "has experts in MXFP4 in the layout of a kernel, which cannot be read: give EAGLEInference or EaModel the "
             "model's path, and they load the experts as published"
         )
-    expected = _expected(experts, dtype, in_float8 is not None)
+    gated = getattr(experts, "has_gate", True)
+    names = NAMES if gated else ("up_proj", NAMES[1])
+    expected = _expected(experts, names, dtype, in_float8 is not None)
     layout_is_said = hasattr(experts, "is_transposed") and hasattr(experts, "is_concatenated")
     if not layout_is_said or parameters.keys() != expected.keys():
         raise _CalledAsItIs(f"has experts of {type(experts).__name__}, which are not stacked as in transformers 5")
@@ -245,15 +252,17 @@ def _weights(
     if implementation not in LAYOUTS:
         raise _CalledAsItIs(f"has experts_implementation {implementation!r}")
     odd = ("has_post_expert_norm", "_is_expert_parallel")
-    if not getattr(experts, "has_gate", True) or any(getattr(experts, name, False) for name in odd):
-        raise _CalledAsItIs("has experts without a gate, with a norm, or spread over ranks")
-    if spread and (experts.is_transposed or not experts.is_concatenated):
+    if any(getattr(experts, name, False) for name in odd):
+        raise _CalledAsItIs("has experts with a norm, or spread over ranks")
+    if spread and (experts.is_transposed or not experts.is_concatenated or not gated):
         raise _CalledAsItIs("has experts in another layout than Qwen3-MoE's")
-    interleaved, clamp = _gate_of(experts)
+    interleaved, clamp = _gate_of(experts) if gated else (False, None)
+    if not gated:
+        ModuleReader(experts, f"{root}.experts").activation("act_fn", ("relu2",))
     gate_up: ExpertWeight
     down: ExpertWeight
     if in_float8 is None:
-        gate_up, down = (_stacked(experts, parameters, name) for name in NAMES)
+        gate_up, down = (_stacked(experts, parameters, name) for name in names)
     else:
         _, gate_up, down = in_float8
     router = _Router(block)
@@ -270,17 +279,18 @@ def _weights(
         router_bias=router.module._parameters.get("bias"),
         correction=router.correction,
         gate_up=gate_up,
-        gate_up_bias=parameters.get("gate_up_proj_bias"),
+        gate_up_bias=parameters.get(f"{names[0]}_bias"),
         down=down,
-        down_bias=parameters.get("down_proj_bias"),
+        down_bias=parameters.get(f"{names[1]}_bias"),
         interleaved=interleaved,
         clamp=clamp,
-        shared=None if shared is None else ModuleReader(block, root, styles).mlp(shared),
+        gated=gated,
+        shared=None if shared is None else ModuleReader(block, root, styles).mlp(shared, LLAMA if gated else UNGATED),
         shared_gate=_gate_of_shared(block),
     )
 
 
-def _expected(experts: Any, dtype: torch.dtype, float8: bool) -> dict[str, torch.dtype]:
+def _expected(experts: Any, names: tuple[str, str], dtype: torch.dtype, float8: bool) -> dict[str, torch.dtype]:
     """The parameters of stacked experts in a model of this dtype, and their dtypes; of FP8 only the names matter."""
     if isinstance(experts, Mxfp4Experts):
         parts = {"_blocks": torch.uint8, "_scales": torch.uint8}
@@ -290,7 +300,7 @@ def _expected(experts: Any, dtype: torch.dtype, float8: bool) -> dict[str, torch
         parts = {"": dtype, SCALE: dtype} if float8 else {"": dtype}
     if getattr(experts, "has_bias", False):
         parts["_bias"] = dtype
-    return {name + part: kind for name in NAMES for part, kind in parts.items()}
+    return {name + part: kind for name in names for part, kind in parts.items()}
 
 
 def _stacked(experts: Any, parameters: Mapping[str, Tensor], name: str) -> ExpertWeight:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +25,13 @@ from eagle_triton.families.reading.sharded import (
     read_sharded_embedding,
     read_sharded_projection,
 )
-from eagle_triton.models.families import LLAMA, Family
+from eagle_triton.models.families import LFM2, LLAMA, Family
+from eagle_triton.operands.layers import ACTIVATIONS, UNGATED_ACTIVATIONS
 from eagle_triton.runtime.row_formats import whole_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_LABELS = {"silu": "SiLU", "gelu_tanh": "GELU with tanh", "gelu": "GELU", "relu2": "squared ReLU"}  # of activations
 SAME_BITS = 0.99  # the least share of equal numbers with the right kind of norm; with another kind a third differ
 ELSEWHERE = (
     'load it on one, without device_map; or shard it with tp_plan="auto" under torchrun; or use vLLM or SGLang, which '
@@ -184,10 +185,10 @@ class ModuleReader:
             raise UnsupportedModelError(f"{found.path} must be a plain nn.Embedding, got {found.module}", "weights")
         return found
 
-    def norm(self, path: str, *, like: torch.Tensor | None = None) -> Norm:
-        """An RMSNorm: a weight, and its eps under one of the usual names; a row shows whether it is zero-centred.
+    def norm(self, path: str, *, like: torch.Tensor | None = None, layer_norm: bool = False) -> Norm:
+        """A norm: a weight, and its eps under one of the usual names; rows show whether it is zero-centred.
 
-        like: a norm without a weight gets ones like these.
+        like: a norm without a weight gets ones like these. layer_norm: it is a LayerNorm, perhaps with a bias.
         """
         found = self.at(path)
         layer, where = found.module, found.path
@@ -195,12 +196,14 @@ class ModuleReader:
             weight = torch.ones_like(like, requires_grad=False)
         else:
             weight = found.weight()
-        if not weight.is_contiguous():
-            raise UnknownLayerError(f"{where}.weight must be contiguous, got stride {weight.stride()}")
+        bias = found.weight("bias") if layer_norm and getattr(layer, "bias", None) is not None else None
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and not tensor.is_contiguous():
+                raise UnknownLayerError(f"{where}.{name} must be contiguous, got stride {tensor.stride()}")
         for name in ("variance_epsilon", "eps"):
-            if isinstance(getattr(layer, name, None), float):
-                return _tried_norm(layer, weight, getattr(layer, name), where)
-        raise UnknownLayerError(f"{where} ({type(layer).__name__}) has no eps: it is not a known RMSNorm")
+            if isinstance(eps := getattr(layer, name, None), float):
+                return _tried_norm(layer, Norm(weight, eps, subtract_mean=layer_norm, bias=bias), where)
+        raise UnknownLayerError(f"{where} ({type(layer).__name__}) has no eps: it is not a known norm")
 
     def projection(self, path: str) -> Projection:
         """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, any other module as a module.
@@ -224,15 +227,17 @@ class ModuleReader:
         self._check_dtype(projection.bias, f"{path}.bias")
         return projection
 
-    def activation(self, path: str) -> str:
-        """The name in ACTIVATIONS of the activation at a dotted path."""
+    def activation(self, path: str, known: tuple[str, ...] = ACTIVATIONS) -> str:
+        """The name, of these, of the activation at a dotted path."""
         activation = self.value(path)
         near, far = (torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu") * step for step in (1, 50))
         probe = torch.cat((near, far))
-        for name, known in ACTIVATIONS.items():
-            if torch.allclose(activation(probe), known(probe), atol=1e-6):
+        for name in known:
+            if torch.allclose(activation(probe), Operations.activate(probe, name), atol=1e-6):
                 return name
-        raise UnknownLayerError(f"{self.path}.{path} must be SiLU or GELU with tanh, got {activation}")
+        raise UnknownLayerError(
+            f"{self.path}.{path} must be {' or '.join(_LABELS[name] for name in known)}, got {activation}"
+        )
 
     def layer(
         self, path: str, rotary: Rotary, *, mixer: Mixer | None = None, mlp: Experts | None = None, **attention: Any
@@ -250,13 +255,17 @@ class ModuleReader:
         )
 
     def mlp(self, name: str = "mlp", family: Family = LLAMA) -> MLP:
-        """A layer's gated block. With projections of other names than Llama's, SiLU is a part of the forward (LFM2)."""
-        usual, (*raised, lowered) = family.mlp_projections == LLAMA.mlp_projections, family.mlp_projections
-        down = self.projection(f"{name}.{lowered}")
-        attribute = "activation_fn" if hasattr(getattr(self.module, name), "activation_fn") else "act_fn"
-        activation = self.activation(f"{name}.{attribute}") if usual else "silu"
+        """A layer's MLP. One without a module for its activation is gated by SiLU (LFM2)."""
+        (gated, raised, lowered), block = family.mlp_projections, getattr(self.module, name)
+        down, names = self.projection(f"{name}.{lowered}"), ("act_fn", "activation_fn", "act", "activation")
+        attribute = next((one for one in names if hasattr(block, one)), "act_fn")
+        if gated is None:
+            up = own_outputs(self.projection(f"{name}.{raised}"))
+            return MLP(None, up, down, activation=self.activation(f"{name}.{attribute}", UNGATED_ACTIVATIONS))
+        written = family.mlp == LFM2.mlp and not hasattr(block, attribute)
+        activation = "silu" if written else self.activation(f"{name}.{attribute}")
         if family.gate_up is None:
-            gate, up = (self.projection(f"{name}.{part}") for part in raised)
+            gate, up = (self.projection(f"{name}.{part}") for part in (gated, raised))
         else:
             both = self.projection(f"{name}.{family.gate_up}")
             gate, up = split_projection(both, 2, f"{self.path}.{name}.{family.gate_up}")
@@ -280,7 +289,7 @@ class ModuleReader:
         Queries and keys are normed if it has the norms. Its output is gated if the queries' product has twice their
         rows. scale: of its scores; None: 1 / sqrt(head_dim). softcap, reads_layer: see Attention.
         """
-        read = self.at("self_attn")
+        read = self.at(family.attention)
         attention, where = read.module, read.path
         packed, gate, norms = family.qkv, family.gate, family.head_norms
         all_heads, queries = (num_heads, num_kv_heads), packed or "q_proj"
@@ -362,33 +371,36 @@ def read_embedding_scale(layer: nn.Module) -> float:
 
 
 @torch.no_grad()
-def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) -> Norm:
-    """The kind of norm that gives random rows the same bits as `layer`; if two do, the first.
+def _tried_norm(layer: nn.Module, norm: Norm, where: str) -> Norm:
+    """The kind of norm that gives random rows the same bits as `layer`; if two do, the first. norm: its weights, eps,
+    and whether it is a LayerNorm.
 
     A module that adds up or takes the root in another order has other bits in a few places, in fp32 in many. If no kind
     gives nearly all bits, values decide between plain and zero-centred norms: the nearer one, because a large weight
     and 1 + weight are almost equal.
     """
-    size = weight.shape[-1]
+    weight, bias, means = norm.weight, norm.bias, 1.0 if norm.subtract_mean else 0.0
     source = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randn(4, size, generator=source, device="cpu", dtype=torch.float32).to(weight.device, weight.dtype)
-    out, rms_norm = layer(rows), Operations.rms_norm
-    kinds = (Norm(weight, eps), Norm(weight, eps, round_first=False), Norm(weight, eps, zero_centred=True))
+    rows = torch.randn(4, len(weight), generator=source, device="cpu", dtype=torch.float32) + means
+    rows = rows.to(weight.device, weight.dtype)
+    out, once = layer(rows), replace(norm, round_first=False)
+    first = once if norm.subtract_mean else norm
+    kinds = (first, once, replace(first, zero_centred=True))
     if out.shape == rows.shape and out.dtype == rows.dtype:
-        given = [
-            whole_of(rms_norm(rows, weight, eps, zero_centred=kind.zero_centred, round_first=kind.round_first))
-            for kind in kinds
-        ]
+        given = [whole_of(Operations.rms_norm(rows, weight, norm.eps, **kind.options)) for kind in kinds]
         same = [float(((out == bits) | (out.isnan() & bits.isnan())).float().mean()) for bits in given]
         if max(same) > SAME_BITS:
             return kinds[same.index(max(same))]
-        normed = torch.nn.functional.rms_norm(rows.float(), (size,), eps=eps)
-        plain, centred = normed * weight.float(), normed * (1.0 + weight.float())
+        wide = [replace(kind, bias=None if bias is None else bias.float()) for kind in (kinds[0], kinds[2])]
+        plain, centred = (
+            whole_of(Operations.rms_norm(rows.float(), weight.float(), norm.eps, **kind.options)) for kind in wide
+        )
         zero_centred = bool((out - centred).abs().nansum() < (out - plain).abs().nansum())
         expected = centred if zero_centred else plain
         if torch.allclose(out.float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
             return kinds[2 if zero_centred else 0]
-    raise UnknownLayerError(f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight")
+    what = "a LayerNorm" if norm.subtract_mean else "an RMSNorm"
+    raise UnknownLayerError(f"{where} ({type(layer).__name__}) does not compute {what} with its weight")
 
 
 class RowsOfProjection(nn.Module):
@@ -475,12 +487,6 @@ def _read_value_norm(attention: ModuleReader, k_norm: Norm) -> Norm:
             f"zero-centred, got {module} with eps {norm.eps}"
         )
     return replace(norm, round_first=k_norm.round_first)
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": torch.nn.functional.silu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-}
 
 
 def read_rotary(inv_freq: Any, scaling: float, where: str, **kind: Any) -> Rotary:

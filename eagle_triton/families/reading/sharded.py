@@ -57,11 +57,11 @@ STYLES = {
 """Styles by their names in transformers' plans."""
 
 PLACES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "up_proj"), (*_ROWS, *_GATHERED)),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "up_proj", "c_fc"), (*_ROWS, *_GATHERED)),
     **dict.fromkeys(("qkv_proj", "gate_up_proj", "lm_head"), _GATHERED),
     **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), _GATHERED),
     "out_proj": _GATHERED,
-    **dict.fromkeys(("o_proj", "down_proj"), (*_COLUMNS, *_SPLIT)),
+    **dict.fromkeys(("o_proj", "down_proj", "c_proj"), (*_COLUMNS, *_SPLIT)),
     "embed_tokens": ("embedding_rowwise",),
 }
 """The allowed styles of a module, by the last name of its path. Nothing else may be sharded."""
@@ -69,6 +69,7 @@ PLACES = {
 BLOCKS = {
     "o_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj", "g_proj", "gate_proj"),
     "down_proj": ("gate_proj", "up_proj", "gate_up_proj"),
+    "c_proj": ("c_fc",),
 }
 """Modules that read the outputs of others in their block."""
 
@@ -323,7 +324,7 @@ def share_layer(layer: Layer, ranks: Ranks) -> Layer:
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, Attention):
         mixer = _share_attention(mixer, ranks)
-    if isinstance(mlp, MLP) and _divides(ranks, mlp.gate, mlp.up, mlp.down):
+    if isinstance(mlp, MLP) and mlp.gate is not None and _divides(ranks, mlp.gate, mlp.up, mlp.down):
         gate, up, down = _rows_of(mlp.gate, ranks), _rows_of(mlp.up, ranks), _columns_of(mlp.down, ranks)
         mlp = replace(mlp, gate=gate, up=up, down=down)
     return replace(layer, mixer=mixer, mlp=mlp)

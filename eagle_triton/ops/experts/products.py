@@ -334,6 +334,7 @@ def _experts_swiglu_kernel(
     limit,
     alpha,
     CHOSEN: tl.constexpr,
+    GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -346,25 +347,35 @@ def _experts_swiglu_kernel(
 ):
     """Grid (tiles of rows, tiles of columns, slots): BLOCK_N columns of an expert's inner rows.
 
-    The rows of a weight tile are gate and up in turn; their sums are separated at the end."""
+    The rows of a weight tile are gate and up in turn; their sums are separated at the end. Without GATED they are up
+    alone."""
     await_others(PDL)
     slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
     if slot.remaining > 0:
         first = tl.program_id(1) * BLOCK_N
-        columns = _of_gate_and_up(tl.arange(0, 2 * BLOCK_N), first, size, INTERLEAVED)
-        loaded = _of_gate_and_up(_loaded_rows(scales, 2 * BLOCK_N), first, size, INTERLEAVED)
+        HEIGHT: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+        row, loaded_row = tl.arange(0, HEIGHT), _loaded_rows(scales, HEIGHT)
+        if GATED:
+            columns = _of_gate_and_up(row, first, size, INTERLEAVED)
+            loaded = _of_gate_and_up(loaded_row, first, size, INTERLEAVED)
+        else:
+            columns, loaded = (first + row, first + row < size), (first + loaded_row, first + loaded_row < size)
         x_ptrs = x.ptr + slot.row.to(tl.int64)[None, :] * x.row
         acc = _multiply(
             x_ptrs, slot.exists, weight, scales, zeros, slot.expert, columns, loaded, depth,
-            2 * BLOCK_N, BLOCK_K, EVEN_K, GROUP,
+            HEIGHT, BLOCK_K, EVEN_K, GROUP,
         )  # fmt: skip
         let_next_start(PDL)
         kind = out_ptr.dtype.element_ty
         value = rounded(acc, kind)
         if bias is not None:
             value = _with_bias(value, bias, slot.expert, columns, kind)
-        gate, up = tl.split(tl.permute(tl.reshape(value, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
-        if CLAMPED:
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(value, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
+        if not GATED:
+            value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            value *= value
+        elif CLAMPED:
             gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
             up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
             up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -443,33 +454,34 @@ def experts_swiglu(
     *,
     interleaved: bool = False,
     clamp: tuple[float, float] | None = None,
+    gated: bool = True,
     settings: Settings | None = None,
 ) -> Tensor:
     """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in
-    MXFP4, four bits or FP8, bias [E, 2I]; returns [n, k, I].
+    MXFP4, four bits or FP8, bias [E, 2I]; returns [n, k, I]. Without `gated`, relu(up(x))^2 with gate_up [E, I, H].
 
     The first half of an expert's rows is its gate, or with `interleaved` every other row from the first. clamp
     (limit, alpha): gate and up are bounded by the limit (the gate only from above), and the result is
     (up + 1) * gate * sigmoid(alpha * gate), as in gpt-oss. Every operation rounds to x's dtype.
     """
-    check_experts_swiglu(x, gate_up, bias, routes)
+    check_experts_swiglu(x, gate_up, bias, routes, gated)
     x = contiguous_rows(x)
-    (rows, chosen), size, depth = routes.experts.shape, gate_up.shape[1] // 2, x.shape[1]
+    (rows, chosen), size, depth = routes.experts.shape, gate_up.shape[1] // (2 if gated else 1), x.shape[1]
     out = x.new_empty(rows, chosen, size)
     if not out.numel():
         return out
     if clamp is not None:  # as torch bounds numbers of x's dtype
         clamp = torch.tensor(clamp[0], dtype=x.dtype, device="cpu").item(), clamp[1]
-    if settings is None and (module := _hopper_for(x, gate_up)) is not None:
+    if settings is None and gated and (module := _hopper_for(x, gate_up)) is not None:
         found = _RoutesParts.of(routes)
         module.experts_swiglu(x, gate_up, _bias_of(bias), found, out, interleaved=interleaved, clamp=clamp)
     else:
-        settings = settings or settings_of(x.dtype, size, depth, chosen, type(gate_up), both=True)
+        settings = settings or settings_of(x.dtype, size, depth, chosen, type(gate_up), both=gated)
         limit, alpha = (0.0, 0.0) if clamp is None else clamp
         _launch(
             _experts_swiglu_kernel, size, depth, settings, routes, gate_up,
             Rows.of(x), *_views_of(gate_up), _bias_of(bias), _RoutesParts.of(routes), out,
-            size, depth, limit, alpha, chosen, interleaved, clamp is not None,
+            size, depth, limit, alpha, chosen, gated, interleaved, clamp is not None,
         )  # fmt: skip
     return out
 

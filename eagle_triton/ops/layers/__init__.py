@@ -1,6 +1,7 @@
-"""The small operations between products: RMSNorm, rotary embedding with the cache append, SwiGLU, gated heads.
+"""The small operations between products: norms, rotary embedding with the cache append, SwiGLU, gated heads.
 
     rms_norm:       out = weight * x / sqrt(mean(x^2) + eps);  zero-centred: (1 + weight) * ...
+                    LayerNorm: the same of x - mean(x), + bias
     embed_rms_norm: total = embedding[tokens];  out = rms_norm(total)
     add_rms_norm:   total = x + residual;  out = rms_norm(total)
     add:            out = x (+ residual)
@@ -10,6 +11,7 @@
                     r elements, or with pairs its even and odd ones; c the rest, which is empty if r = d
     latent_append:  cache rows first_row + skip.. = (norm(c), rotate(k)) of latents (c, k);  out = rotate(q)
     swiglu:         out = silu(gate) * up, or gelu(gate) * up
+    activate:       out = silu(x), gelu(x) or relu(x)^2
     gate_heads:     out = x * sigmoid(gate)
     float8_pair:    x = scale * (high + low / 16), parts in e4m3, for products of eight bits; norms make it, too
 
@@ -32,7 +34,8 @@ a norm that reads the parts as splits (`runtime/peer_memory.py`; ValueError for 
 
 Numerics: computed in fp32 and rounded to the output's dtype wherever Hugging Face's models round: a product before a
 residual is added or before it is rotated, a normalised value before its weight (but not before a zero-centred one, or
-without `round_first`), sine and cosine, both terms of a rotation (not with fp32 tables), silu(gate) and sigmoid(gate).
+without `round_first`, or in a LayerNorm), sine and cosine, both terms of a rotation (not with fp32 tables, or without
+`round_terms`), silu(gate) and sigmoid(gate).
 This costs nothing and keeps 16-bit outputs closest to the original's. An angle is the fp32 product, as in the models.
 It is reduced to a quarter turn in fp64, so sine and cosine are accurate to fp32 at any position and need no local
 memory.
@@ -42,12 +45,13 @@ share.
 """
 
 from eagle_triton.ops.layers.fp8_pair_rows import float8_pair
-from eagle_triton.ops.layers.gates import gate_heads, swiglu
+from eagle_triton.ops.layers.gates import activate, gate_heads, swiglu
 from eagle_triton.ops.layers.latent import latent_append
 from eagle_triton.ops.layers.norms import add, add_rms_norm, embed_rms_norm, rms_norm
 from eagle_triton.ops.layers.rotary import rotary_append
 
 __all__ = [
+    "activate",
     "add",
     "add_rms_norm",
     "embed_rms_norm",

@@ -1,4 +1,4 @@
-"""Products with a gate: SwiGLU, and heads of attention."""
+"""Activations: of products with a gate (SwiGLU, and heads of attention), and of products alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.operands.layers import check_gate_heads, check_swiglu
-from eagle_triton.ops.layers.values import activated, contiguous_rows, rounded
+from eagle_triton.operands.layers import check_activate, check_gate_heads, check_swiglu
+from eagle_triton.ops.layers.values import SplitRows, activated, contiguous_rows, load_sum, rounded
 from eagle_triton.ops.views import Heads, Rows, view
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.split_sums import Product
 
 
 @triton.jit
@@ -24,6 +25,27 @@ def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr, GELU_TANH: tl.c
     raised = tl.load(up.ptr + row * up.row + offs, mask=mask, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
     value = rounded(activated(gated, GELU_TANH), kind) * raised
+    tl.store(out_ptr + row * size + offs, value.to(kind), mask=mask)
+
+
+@triton.jit
+def _activate_kernel(
+    x, out_ptr, size, BLOCK: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (blocks of a row, rows): a program computes one block."""
+    await_inputs(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < size
+    kind = out_ptr.dtype.element_ty
+    value = rounded(load_sum(x.ptr + row * x.row + offs, x.split, mask, SPLITS), kind)
+    if ACTIVATION == "relu2":
+        value = tl.where(value < 0, 0.0, value)
+        value *= value
+    elif ACTIVATION == "gelu":
+        value *= 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+    else:
+        value = activated(value, ACTIVATION == "gelu_tanh")
     tl.store(out_ptr + row * size + offs, value.to(kind), mask=mask)
 
 
@@ -67,6 +89,22 @@ def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     if out.numel():
         launch(_swiglu_kernel, (triton.cdiv(size, 1024), gate.shape[0]))(
             Rows.of(gate), Rows.of(up), out, size, 1024, activation == "gelu_tanh", num_warps=4, **NO_FMA_FUSION
+        )
+    return out
+
+
+def activate(x: Product, activation: str) -> Tensor:
+    """activation(x), elementwise, of an MLP without a gate: "silu", "gelu_tanh", "gelu" or "relu2", max(x, 0)^2.
+
+    x [..., I], perhaps in splits, which are added up here. Returns [..., I]. Raises ValueError for another dtype or
+    activation.
+    """
+    check_activate(x, activation)
+    out, size = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1]
+    if out.numel():
+        source, splits = SplitRows.of(x)
+        overlapped(_activate_kernel, (triton.cdiv(size, 1024), out.shape[:-1].numel()), out.device)(
+            source, out, size, 1024, splits, activation, num_warps=4
         )
     return out
 

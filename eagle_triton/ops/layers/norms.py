@@ -1,6 +1,8 @@
-"""RMSNorm, alone or after a sum."""
+"""RMSNorm and LayerNorm, alone or after a sum."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -49,10 +51,16 @@ def weight_of(parameter, ZERO_CENTRED: tl.constexpr):
 
 
 @triton.jit
-def load_row_weight(weight_ptr, size: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTRED: tl.constexpr):
-    """`load_weight` of a whole row, [1, BLOCK]. It may be loaded early: see runtime/overlap.py."""
+def load_row_weight(
+    weight_ptr, size: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROUND: tl.constexpr = False
+):
+    """`load_weight` of a whole row, [1, BLOCK]. It may be loaded early: see runtime/overlap.py. ROUND: 1 + weight is
+    rounded to the weight's dtype."""
     offs = tl.arange(0, BLOCK)[None, :]
-    return weight_of(tl.load(weight_ptr + offs, mask=offs < size, other=0.0, cache_modifier=".cg"), ZERO_CENTRED)
+    weight = weight_of(tl.load(weight_ptr + offs, mask=offs < size, other=0.0, cache_modifier=".cg"), ZERO_CENTRED)
+    if ROUND and ZERO_CENTRED:
+        weight = rounded(weight, weight_ptr.dtype.element_ty)
+    return weight
 
 
 @triton.jit
@@ -116,9 +124,12 @@ def norm_row_by(
     ROUND_FIRST: tl.constexpr = True,
     WORD_ORDER: tl.constexpr = False,
     own_weight=None,
+    bias=None,
+    SUBTRACT_MEAN: tl.constexpr = False,
 ):
     """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None. WORD_ORDER: store columns in the order of WordOrdered.
-    own_weight: the weight of x's own norm, before the residual is added."""
+    own_weight: the weight of x's own norm, before the residual is added. bias [1, BLOCK] fp32, SUBTRACT_MEAN:
+    LayerNorm's."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
     kind: tl.constexpr = out_ptr.dtype.element_ty
@@ -127,13 +138,28 @@ def norm_row_by(
         x = rounded(before_weight(normalise(x, eps, size), kind, ZERO_CENTRED, ROUND_FIRST) * own_weight, kind)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    return _norm_and_store(x, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST, WORD_ORDER)
+    return _norm_and_store(
+        x,
+        weight,
+        bias,
+        out_ptr,
+        total_ptr,
+        offs,
+        mask,
+        eps,
+        size,
+        ZERO_CENTRED,
+        ROUND_FIRST,
+        SUBTRACT_MEAN,
+        WORD_ORDER,
+    )
 
 
 @triton.jit
 def _norm_and_store(
     x,
     weight,
+    bias,
     out_ptr,
     total_ptr,
     offs,
@@ -142,6 +168,7 @@ def _norm_and_store(
     size: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
     WORD_ORDER: tl.constexpr,
 ):
     """Store a row's sum x [1, BLOCK], if `total_ptr` is given, and its norm, which is returned."""
@@ -151,7 +178,12 @@ def _norm_and_store(
         tl.store(total_ptr + offs, total, mask=mask)
         x = total.to(tl.float32)
     if weight is not None:
-        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED, ROUND_FIRST) * weight
+        if SUBTRACT_MEAN:
+            x = tl.where(mask, x - (tl.sum(x, axis=1) / size)[:, None], 0.0)
+        first: tl.constexpr = ROUND_FIRST and not SUBTRACT_MEAN
+        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED, first) * weight
+        if bias is not None:
+            x += bias
     x = x.to(kind)
     tl.store(out_ptr + offs, in_word_order(x) if WORD_ORDER else x, mask=mask)
     return x
@@ -163,6 +195,7 @@ def _rms_norm_kernel(
     tokens_ptr,
     weight_ptr,
     own_weight_ptr,
+    bias_ptr,
     residual,
     out_ptr,
     total,
@@ -174,6 +207,7 @@ def _rms_norm_kernel(
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
     WORD_ORDER: tl.constexpr,
     WEIGHTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -187,12 +221,15 @@ def _rms_norm_kernel(
     weight = None
     if WEIGHTS > 1:
         own_ptr = weight_in_turn(weight_ptr, tl.program_id(0), WEIGHTS)
-        weight = load_row_weight(own_ptr, size, BLOCK, ZERO_CENTRED)
+        weight = load_row_weight(own_ptr, size, BLOCK, ZERO_CENTRED, SUBTRACT_MEAN)
     elif weight_ptr is not None:
-        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED, SUBTRACT_MEAN)
     own_weight = None
     if own_weight_ptr is not None:
         own_weight = load_row_weight(own_weight_ptr, size, BLOCK, ZERO_CENTRED)
+    bias = None
+    if bias_ptr is not None:
+        bias = load_row_weight(bias_ptr, size, BLOCK, False)
     await_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = row
@@ -215,6 +252,8 @@ def _rms_norm_kernel(
         ROUND_FIRST,
         WORD_ORDER,
         own_weight,
+        bias,
+        SUBTRACT_MEAN,
     )
     if pair is not None:
         WIDTH: tl.constexpr = min(BLOCK, 128)
@@ -228,6 +267,7 @@ def _shared_rms_norm_kernel(
     tokens_ptr,
     table_rows,
     weight_ptr,
+    bias_ptr,
     residual,
     out_ptr,
     total,
@@ -241,6 +281,7 @@ def _shared_rms_norm_kernel(
     SENT: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
     WORD_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -252,7 +293,10 @@ def _shared_rms_norm_kernel(
     let_next_start(PDL)
     weight = None
     if weight_ptr is not None:
-        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED, SUBTRACT_MEAN)
+    bias = None
+    if bias_ptr is not None:
+        bias = load_row_weight(bias_ptr, size, BLOCK, False)
     await_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)[None, :]
@@ -306,11 +350,35 @@ def _shared_rms_norm_kernel(
         whole += added
     total_ptr = total.ptr + row * total.row if total is not None else None
     out_ptr += row * size
-    _norm_and_store(whole, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST, WORD_ORDER)
+    _norm_and_store(
+        whole,
+        weight,
+        bias,
+        out_ptr,
+        total_ptr,
+        offs,
+        mask,
+        eps,
+        size,
+        ZERO_CENTRED,
+        ROUND_FIRST,
+        SUBTRACT_MEAN,
+        WORD_ORDER,
+    )
+
+
+class NormKind(NamedTuple):
+    """What norms differ in: see `rms_norm`."""
+
+    zero_centred: bool = False
+    round_first: bool = True
+    subtract_mean: bool = False
+    in_draft_pass: bool = False
 
 
 def check_contiguous(name: str, *weights: Tensor | None) -> None:
-    """Raise ValueError for a norm's weight that would have to be copied: kernels may read it before the copy exists."""
+    """Raise ValueError for a norm's weight or bias that would have to be copied: kernels may read it before the copy
+    exists."""
     for weight in weights:
         if weight is not None and not weight.is_contiguous():
             raise ValueError(f"{name}: a norm's weight must be contiguous, got stride {weight.stride()}")
@@ -329,23 +397,27 @@ def rms_norm(
     *,
     zero_centred: bool = False,
     round_first: bool = True,
+    subtract_mean: bool = False,
+    bias: Tensor | None = None,
     in_draft_pass: bool = False,
     row_format: RowFormat | None = None,
 ) -> ProductRows:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
     With several weights, x [..., G, H] has a row for each. `zero_centred`: the factor is 1 + weight. `round_first`: see
-    reference.rms_norm. With `in_draft_pass` the bits are the megakernel's. Returns [..., H] in the weight's dtype, or
-    in `row_format` where products take it: few rows of 16 bits on a Hopper GPU. Raises ValueError for shapes, dtypes or
-    devices that do not fit, and for a weight that is not contiguous.
+    reference.rms_norm. LayerNorm with `subtract_mean`: the row's mean is subtracted first, and bias [H] added to the
+    product. With `in_draft_pass` the bits are the megakernel's. Returns [..., H] in the weight's dtype, or in
+    `row_format` where products take it: few rows of 16 bits on a Hopper GPU. Raises ValueError for shapes, dtypes or
+    devices that do not fit, and for a weight or bias that is not contiguous.
     """
-    check_rms_norm("rms_norm", x, weight)
+    check_rms_norm("rms_norm", x, weight, bias=bias, subtract_mean=subtract_mean)
     weights = weight if isinstance(weight, tuple) else (weight,)
-    check_contiguous("rms_norm", *weights)
+    check_contiguous("rms_norm", *weights, bias)
     out = weights[0].new_empty(x.shape)
     formatted = _formatted(x, out, row_format)
     weight = weights if len(weights) > 1 else weights[0]
-    _launch_norm(x, weight, eps, None, out, None, zero_centred, round_first, in_draft_pass, formatted=formatted)
+    kind = NormKind(zero_centred, round_first, subtract_mean, in_draft_pass)
+    _launch_norm(x, weight, eps, None, out, None, kind, formatted=formatted, bias=bias)
     return out if formatted is None else formatted
 
 
@@ -366,6 +438,8 @@ def embed_rms_norm(
     *,
     zero_centred: bool = False,
     round_first: bool = True,
+    subtract_mean: bool = False,
+    bias: Tensor | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
@@ -373,17 +447,18 @@ def embed_rms_norm(
     """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each, in one pass.
 
     tokens [...] int64, below V (not checked); embedding [V, H], weight [H]. `total` [..., H], perhaps with strided
-    rows: x is written there. `zero_centred`, `round_first`, `in_draft_pass`, `row_format`: see rms_norm.
+    rows: x is written there. `zero_centred` to `row_format`: see rms_norm.
     """
-    check_embed_rms_norm(tokens, embedding, weight, total)
-    check_contiguous("embed_rms_norm", weight)
+    check_embed_rms_norm(tokens, embedding, weight, total, bias)
+    check_contiguous("embed_rms_norm", weight, bias)
     table = embedding.rows if isinstance(embedding, SharedRows) else embedding
     if table.stride(1) != 1:
         raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {table.stride()}")
     shape = (*tokens.shape, embedding.shape[1])
     out, total = weight.new_empty(shape), weight.new_empty(shape) if total is None else total
     formatted = _formatted(embedding, out, row_format)
-    _launch_norm(embedding, weight, eps, None, out, total, zero_centred, round_first, in_draft_pass, tokens, formatted)
+    kind = NormKind(zero_centred, round_first, subtract_mean, in_draft_pass)
+    _launch_norm(embedding, weight, eps, None, out, total, kind, tokens, formatted, bias=bias)
     return (out if formatted is None else formatted), total
 
 
@@ -395,6 +470,8 @@ def add_rms_norm(
     *,
     zero_centred: bool = False,
     round_first: bool = True,
+    subtract_mean: bool = False,
+    bias: Tensor | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
@@ -402,19 +479,19 @@ def add_rms_norm(
 ) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
 
-    own_weight [H]: x is its norm with this weight first. `total` [..., H], perhaps with strided rows: the sum is
-    written there. `zero_centred`, `round_first`, `in_draft_pass`, `row_format`: see rms_norm.
+    own_weight [H]: x is its RMSNorm with this weight first. `total` [..., H], perhaps with strided rows: the sum is
+    written there. `zero_centred` to `row_format`: see rms_norm.
     """
-    check_rms_norm("add_rms_norm", x, weight, residual, total, own_weight)
-    check_contiguous("add_rms_norm", weight, own_weight)
+    check_rms_norm("add_rms_norm", x, weight, residual, total, own_weight, bias, subtract_mean)
+    check_contiguous("add_rms_norm", weight, own_weight, bias)
+    kind = NormKind(zero_centred, round_first, subtract_mean, in_draft_pass)
     if own_weight is not None and isinstance(x, SharedSums):  # ranks exchange their parts in the norm of x
         kept = weight.new_empty(x.shape)
-        _launch_norm(x, own_weight, eps, None, kept, None, zero_centred, round_first, in_draft_pass)
+        _launch_norm(x, own_weight, eps, None, kept, None, kind)
         x, own_weight = kept, None
     out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
     formatted = _formatted(x, out, row_format)
-    kind = zero_centred, round_first, in_draft_pass
-    _launch_norm(x, weight, eps, residual, out, total, *kind, formatted=formatted, own_weight=own_weight)
+    _launch_norm(x, weight, eps, residual, out, total, kind, formatted=formatted, own_weight=own_weight, bias=bias)
     return (out if formatted is None else formatted), total
 
 
@@ -424,7 +501,7 @@ def add(x: Product, residual: Tensor | None = None) -> Tensor:
     if residual is None and isinstance(x, Tensor):
         return x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, 0.0, residual, out, None)
+    _launch_norm(x, None, 0.0, residual, out, None, NormKind())
     return out
 
 
@@ -435,12 +512,11 @@ def _launch_norm(
     residual: Tensor | None,
     out: Tensor,
     total: Tensor | None,
-    zero_centred: bool = False,
-    round_first: bool = True,
-    in_draft_pass: bool = False,
+    kind: NormKind,
     tokens: Tensor | None = None,
     formatted: FormattedRows | None = None,
     own_weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Launch one program for each row of `out`, which is contiguous. `formatted`: a pair to store as well, or `out` in
     another order."""
@@ -456,8 +532,8 @@ def _launch_norm(
     if isinstance(x, SharedSums | SharedRows):
         assert not isinstance(weight, tuple), "ranks exchange parts of rows with one weight"
         _launch_shared_norm(
-            x.peers, source, tokens, weight, residual, out.view(count, size), total, splits, eps,
-            zero_centred, round_first, isinstance(formatted, WordOrdered), norm_warps(size, in_draft_pass),
+            x.peers, source, tokens, weight, bias, residual, out.view(count, size), total, splits, eps, kind,
+            isinstance(formatted, WordOrdered),
         )  # fmt: skip
         return
     overlapped(_rms_norm_kernel, (count,), out.device)(
@@ -465,6 +541,7 @@ def _launch_norm(
         tokens,
         weight,
         own_weight,
+        bias,
         Rows.of(residual),
         out,
         Rows.of(total),
@@ -474,11 +551,10 @@ def _launch_norm(
         size,
         block,
         splits,
-        zero_centred,
-        round_first,
+        *kind[:3],
         isinstance(formatted, WordOrdered),
         len(weight) if isinstance(weight, tuple) else 1,
-        num_warps=norm_warps(size, in_draft_pass),
+        num_warps=norm_warps(size, kind.in_draft_pass),
     )
 
 
@@ -487,19 +563,19 @@ def _launch_shared_norm(
     source: SplitRows,
     tokens: Tensor | None,
     weight: Tensor | None,
+    bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
     total: Tensor | None,
     splits: int,
     eps: float,
-    zero_centred: bool,
-    round_first: bool,
+    kind: NormKind,
     word_order: bool,
-    warps: int,
 ) -> None:
     """`_launch_norm` where ranks exchange parts, in several launches if their memory is too small for one. source:
     parts of the rows of `out` [n, H], or with tokens [n] of a table."""
     (count, size), rows = out.shape, source.ptr
+    warps = norm_warps(size, kind.in_draft_pass)
     block = triton.next_power_of_2(size)
     if not peers.fits(rows):
         raise ValueError(f"rows of {size} do not fit into the ranks' memory for {peers.row_bytes} bytes of each")
@@ -513,6 +589,7 @@ def _launch_shared_norm(
             piece(tokens),
             rows.shape[-2],
             weight,
+            bias,
             Rows.of(piece(residual)),
             piece(out),
             Rows.of(piece(total)),
@@ -524,8 +601,7 @@ def _launch_shared_norm(
             splits,
             peers.size,
             peers.sends(last - first, size) and block >= MIN_SENT * warps,
-            zero_centred,
-            round_first,
+            *kind[:3],
             word_order,
             num_warps=warps,
         )

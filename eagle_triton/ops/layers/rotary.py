@@ -86,8 +86,8 @@ class Rotation(NamedTuple):
 
     `heads` key heads with `group` query heads each. The first 2 `half` elements of a head are rotated, the other `rest`
     are not. splits: of the sums that are read. pairs: rotated elements are neighbours, else `half` apart.
-    round_tables: sine and cosine are rounded to the dtype. norm_last: heads are normed after the rotation.
-    zero_centred, round_first: see `rms_norm`.
+    round_tables: sine and cosine are rounded to the dtype, and with round_terms the terms of the rotation. norm_last:
+    heads are normed after the rotation. zero_centred, round_first: see `rms_norm`.
     """
 
     heads: int
@@ -100,6 +100,7 @@ class Rotation(NamedTuple):
     norm_last: bool = False
     zero_centred: bool = False
     round_first: bool = True
+    round_terms: bool = True
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def rotated_heads(
     if not HOW.norm_last:
         left, right, others = _normed(left, right, others, norm_ptr, eps, DTYPE, HOW)
     if cos is not None:
-        if HOW.round_tables:
+        if HOW.round_tables and HOW.round_terms:
             turned = rounded(left * cos, DTYPE) - rounded(right * sin, DTYPE)
             right = rounded(right * cos, DTYPE) + rounded(left * sin, DTYPE)
         else:
@@ -328,6 +329,7 @@ def rotary_append(
     table: Tensor | None = None,
     pairs: bool = False,
     round_tables: bool = True,
+    round_terms: bool = True,
     temperature: tuple[float, int] | None = None,
     norm_last: bool = False,
 ) -> Tensor:
@@ -383,6 +385,7 @@ def rotary_append(
                 norm_last,
                 zero_centred,
                 round_first,
+                round_terms,
             ),
             num_warps=1 if dim <= 256 else 4,
         )
