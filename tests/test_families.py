@@ -898,6 +898,9 @@ def test_what_is_refused_of_families_with_layer_norms():
         model.model.layers[1].input_layernorm = norm
         with pytest.raises(UnsupportedModelError, match=message):
             read_causal_lm(model)
+    model.model.layers[1].input_layernorm = None
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.input_layernorm must be Module, got NoneType"):
+        read_causal_lm(model)
     model = tiny_family("starcoder2", residual_dropout=0.1).to(DEVICE)
     with optimize_with_triton(model)[1]:
         generated(model, max_new_tokens=1)

@@ -1,6 +1,7 @@
 """engine/model: what modules of a model hand over to the operations."""
 
 import importlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,17 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from eagle_triton.engine.model.mixers import KeyValues, NewRows
-from eagle_triton.engine.model.modules import MLP, Norm, Projection, Rotary, add_norm, embed_norm, feed_forward
+from eagle_triton.engine.model.modules import (
+    MLP,
+    Norm,
+    NormedUpdate,
+    Projection,
+    Rotary,
+    add_norm,
+    apply_norm,
+    embed_norm,
+    feed_forward,
+)
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.module_reader import ModuleReader
@@ -112,3 +123,15 @@ def test_norms_of_whole_rows_are_told_by_their_widths(kv_heads):
     layer.self_attn.q_proj = nn.Linear(64, 128, bias=False)
     with pytest.raises(UnsupportedModelError, match="norms of whole rows and a gate"):
         ModuleReader(layer, "layer").attention(rotary, **heads)
+
+
+@KERNELS
+def test_an_update_that_a_layer_norm_norms_is_added(device, kernels):
+    """Its norm is not left to the next one, which takes over the norms of RMSNorms alone."""
+    ops = make_operations(kernels)
+    x, product, weight, bias = (torch.randn(*shape, device=device) for shape in ((2, 3, 64), (2, 3, 64), (64,), (64,)))
+    norms = Norm(weight, 1e-5), Norm(weight, 1e-5, subtract_mean=True, bias=bias)
+    for own, norm in itertools.product(norms, norms):
+        normed, total = add_norm(ops, norm, x, NormedUpdate(product, own))
+        torch.testing.assert_close(total, x + apply_norm(ops, own, product))
+        torch.testing.assert_close(normed, apply_norm(ops, norm, total))

@@ -309,9 +309,11 @@ class LayerReader:
     def layer(self, index: int) -> Layer:
         family, read = self._family, self._body.at(f"layers.{index}")
         switch = family.parallel_switch
+        parallel = family.parallel if switch is None else read.value(switch, bool)
+        absent = (nn.Identity, type(None)) if parallel else nn.Identity
         norms = [
             None
-            if name is None or isinstance(read.value(name), nn.Identity | None)
+            if name is None or isinstance(read.value(name), absent)
             else read.norm(name, layer_norm=family.layer_norm)
             for name in family.norms
         ]
@@ -327,7 +329,7 @@ class LayerReader:
             scale=self._scale(read),
             beside=self._beside(read),
             input_block=self._input_block(read),
-            parallel=family.parallel if switch is None else read.value(switch, bool),
+            parallel=parallel,
         )
 
     def _feed_forward(self, read: ModuleReader) -> MLP | Experts:

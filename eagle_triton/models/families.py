@@ -460,7 +460,7 @@ def logit_scales(model: Any) -> tuple[float, float]:
     config = text_config(model.config)
     family = FAMILIES[config.model_type]
     names = family.logit_factor, family.logit_divisor
-    found = [name and getattr(model if hasattr(model, name) else config, name, None) for name in names]
+    found = [name and getattr(model if hasattr(model, name) else config, name) for name in names]
     factor, divisor = (1.0 if value is None else float(value) for value in found)
     return factor, divisor
 

@@ -426,8 +426,8 @@ def add_norm_for(
     own_weight = None
     if isinstance(update, NormedUpdate):
         own = update.norm
-        kinds = None if norm is None else (norm.subtract_mean or own.subtract_mean, own.eps, own.options)
-        if norm is not None and kinds == (False, norm.eps, norm.options):
+        rms = not own.subtract_mean and norm is not None and not norm.subtract_mean
+        if norm is not None and rms and (own.eps, own.options) == (norm.eps, norm.options):
             own_weight, update = own.weight, update.product
         else:
             update = computed(ops, update)
