@@ -141,7 +141,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "full_attention", "mlp", "linear_attention"])),
     "nemotron_h with experts": ("nemotron_h", dict(mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2,
         head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=48, layers_block_type=["linear_attention", "moe", "full_attention", "moe"])),
+        moe_shared_expert_intermediate_size=48,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"])),
     "bamba": ("bamba", dict(attn_layer_indices=[2], **{k: v for k, v in MAMBA.items() if k != "layer_types"})),
     "gpt_oss": ("gpt_oss", dict(num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         **YARN, "truncate": False}, **SLIDING)),
@@ -153,7 +154,7 @@ SIMILAR = (
     *("qwen2_moe", "mixtral", "exaone_moe", "mellum", "vaultgemma", "granite_swa", "afmoe", "minimax_m2", "hy_v3"),
     *("lfm2", "lfm2_moe", "lfm3"),  # without heads and trees of the model itself: see test_recurrent_families.py
     *("granitemoehybrid", "granitemoehybrid that rotates", "bamba"),  # likewise
-    *("nemotron_h", "stablelm one after the other"),
+    *("nemotron_h", "nemotron_h with experts", "stablelm one after the other"),
 )
 """Cases that show trees, kernels and heads nothing that others do not. tests/test_experts.py runs their mixtures."""
 

@@ -294,14 +294,14 @@ class LayerReader:
         count = len(self._body.module.layers)
         if not self._family.single_blocks:
             return tuple(map(self.layer, range(count)))
-        found: list[Layer] = []
+        (input_norm, _, post_norm, _), found = self._family.norms, list[Layer]()
+        assert input_norm is not None and post_norm is not None
         for index in range(count):
             read = self._body.at(f"layers.{index}")
-            norm = read.norm("norm")
             if self._config.layer_types[index] not in MLP_BLOCKS:
-                found.append(Layer(norm, self._mixer(read, index), None, None))
+                found.append(Layer(read.norm(input_norm), self._mixer(read, index), None, None))
             elif found and found[-1].mlp is None:
-                found[-1] = replace(found[-1], post_norm=norm, mlp=self._feed_forward(read))
+                found[-1] = replace(found[-1], post_norm=read.norm(post_norm), mlp=self._feed_forward(read))
             else:
                 raise UnknownLayerError(f"{read.path} has an MLP, and must follow a block with attention or Mamba-2")
         return tuple(found)
