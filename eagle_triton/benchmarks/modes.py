@@ -36,7 +36,10 @@ SHAPES = dict.fromkeys(
     ),
     131072,
 )  # positions of eagle_triton.models.shapes
-HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
+HYBRIDS = (  # shapes of the same module, and the demo
+    *("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "nemotron-nano-9b-v2", "nemotron-3-nano"),
+    HYBRID,
+)
 TREES = {  # of benchmarks/mtp.py
     "plain": PLAIN,
     "chain-4": TreeSpec.chain(4),
@@ -292,8 +295,8 @@ MODES = {
         on_cpu={"max_length": 32, "num_runs": 1},
     ),
     "mtp": Mode(
-        "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "
-        "a CPU give --hybrid tiny or demo-gdn)",
+        "steps and first tokens of a recurrent target with random weights, Qwen3.5 with multi-token prediction "
+        "(default: a batch of 1; on a CPU give --hybrid tiny or demo-gdn)",
         "--hybrid --tree --context --batch --slots --max-length --num-runs",
         {"batch": None, "max_length": None},
     ),

@@ -1,4 +1,4 @@
-"""A target of gated delta nets with multi-token prediction: plain steps, chains, trees, and the first token."""
+"""A recurrent target, Qwen3.5 with multi-token prediction: plain steps, chains, trees, and the first token."""
 
 from __future__ import annotations
 
@@ -52,13 +52,16 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             "--max-length must come with --hybrid demo-gdn: with random weights, the number of steps is fixed"
         )
     model, head = random_hybrid(args.hybrid, args.device, dtype)
-    vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
+    trees = args.tree or (TREES if head is not None else ["plain"])
+    if head is None and [*trees] != ["plain"]:
+        raise ValueError(f"--tree must be plain with --hybrid {args.hybrid}, which has no layer that drafts")
+    vocabulary = None if head is None else min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
     engine = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
     view = engine.view
     bandwidth = copy_bandwidth(view.device)
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
     contexts = args.context or [512 if view.device.type == "cuda" else 32]
-    cases = list(itertools.product(args.tree or TREES, args.batch or [1], contexts, slots_of(args)))
+    cases = list(itertools.product(trees, args.batch or [1], contexts, slots_of(args)))
     with torch.no_grad(), progress(args, cases, "decode steps") as bar:
         for name, batch, context, slots in bar:
             bar.set_postfix_str(f"{name}, batch {batch}, context {context}")

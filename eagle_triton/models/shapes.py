@@ -119,7 +119,16 @@ not the checkpoints': phi4-mini has no longrope.
 BLOCK_LAYERS, BLOCK_SIZE = 5, 16
 """Layers and rows of a random block drafter, as of published DFlash drafters of 8B targets."""
 
-HYBRIDS: dict[str, dict[str, int]] = {
+NEMOTRON: dict[str, Any] = dict(
+    model_type="nemotron_h",
+    vocab_size=131072,
+    head_dim=128,
+    ssm_state_size=128,
+    n_groups=8,
+    max_position_embeddings=131072,
+)
+
+HYBRIDS: dict[str, dict[str, Any]] = {
     "tiny": _sizes(
         *(64, 128, 4, 4, 2),
         vocab_size=512,
@@ -132,25 +141,53 @@ HYBRIDS: dict[str, dict[str, int]] = {
     "qwen3.5-4b": _sizes(2560, 9216, 32, 16, 4, vocab_size=248320, head_dim=256, linear_num_value_heads=32),
     "qwen3.5-9b": _sizes(4096, 12288, 32, 16, 4, vocab_size=248320, head_dim=256, linear_num_value_heads=32),
     "qwen3.5-27b": _sizes(5120, 17408, 64, 24, 4, vocab_size=248320, head_dim=256, linear_num_value_heads=48),
+    "nemotron-nano-9b-v2": _sizes(
+        *(4480, 15680, 56, 40, 8),
+        **NEMOTRON,
+        mamba_num_heads=128,
+        mamba_head_dim=80,
+        hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    ),
+    "nemotron-3-nano": _sizes(
+        *(2688, 1856, 52, 32, 2),
+        **NEMOTRON,
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
 }
-"""Sizes of Qwen3.5. Other fields keep the defaults of its configuration class."""
+"""A `model_type` (default: Qwen3.5's) and sizes. Other fields keep the defaults of the configuration class."""
 
 
 def random_hybrid(
     shape: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[nn.Module, MTPHead]:
-    """A Qwen3.5 of a shape in HYBRIDS and a multi-token-prediction layer for it, with random weights.
+) -> tuple[nn.Module, MTPHead | None]:
+    """A model of a shape in HYBRIDS, and for a Qwen3.5 a multi-token-prediction layer, with random weights.
 
-    Raises ValueError for an unknown shape, ImportError if transformers has no Qwen3.5.
+    Raises ValueError for an unknown shape, and if transformers has no such model.
     """
     if shape not in HYBRIDS:
         raise ValueError(f"shape must be one of {', '.join(HYBRIDS)}, got {shape!r}")
+    no_tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if "model_type" in HYBRIDS[shape]:
+        sizes = dict(HYBRIDS[shape])
+        config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, **no_tokens)
+        torch.manual_seed(SEED)
+        with _made_in(dtype, device):
+            other = AutoModelForCausalLM.from_config(config)
+        _randomise(other)
+        _randomise_gates(other)
+        _quieten_experts(other)
+        return other.eval(), None
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-    config = Qwen3_5TextConfig(
-        **HYBRIDS[shape], rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None
-    )
+    config = Qwen3_5TextConfig(**HYBRIDS[shape], rope_parameters=rope, **no_tokens)
     torch.manual_seed(SEED)
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
@@ -160,12 +197,17 @@ def random_hybrid(
     head = MTPHead([new_unit(model)]).to(dtype).to_empty(device=device)
     for module in (model, head):
         _randomise(module, norms=0.0)  # zero-centred
-        for name, parameter in module.named_parameters():
-            if name.endswith(("linear_attn.norm.weight", "dt_bias")):
-                nn.init.ones_(parameter)
-            elif name.endswith("A_log"):
-                nn.init.uniform_(parameter, -4.0, 2.0)
+        _randomise_gates(module)
     return model.eval(), head.eval()
+
+
+def _randomise_gates(module: nn.Module) -> None:
+    """Gates of recurrent layers from slow to quick ones, and their norms."""
+    for name, parameter in module.named_parameters():
+        if name.endswith(("linear_attn.norm.weight", "dt_bias", ".D")):
+            nn.init.ones_(parameter)
+        elif name.endswith("A_log"):
+            nn.init.uniform_(parameter, -4.0, 2.0)
 
 
 def random_model(

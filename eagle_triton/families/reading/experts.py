@@ -133,8 +133,7 @@ def with_shared(mixture: Experts, mlp: MLP, module: nn.Module) -> Experts:
     block: Any = mixture.module
     if mixture.weights is None:
         return replace(mixture, module=SharedBeside(block, module))
-    routed = RoutedExperts(_Router(block), block.experts, _scale_beside_router(block))
-    return replace(mixture, weights=replace(mixture.weights, shared=mlp), routed=mixture.routed or routed)
+    return replace(mixture, weights=replace(mixture.weights, shared=mlp), routed=mixture.routed or block)
 
 
 def own_experts(experts: nn.Module) -> nn.Module:
