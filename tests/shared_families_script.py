@@ -128,7 +128,7 @@ def every_family(folder: Path) -> None:
     dist.barrier()
     memory = memory_in(folder, dist.get_rank(), rows=12, width=64)
     for case, (kind, options) in CASES.items():
-        if kind in (*NOT_OVER_RANKS, *SEES_ONLY):
+        if not {case, kind}.isdisjoint((*NOT_OVER_RANKS, *SEES_ONLY)):
             continue
         if case in WHOLE:
             whole = tiny_family(case, **DIVISIBLE.get(case, {}))

@@ -168,6 +168,7 @@ NOT_OVER_RANKS = {
     "sarvam_moe": "issues during automatic conversion of the weights",
     "qwen3_vl_moe_text": "ignore_mismatched_sizes",
     "stablelm": "has no `tp_plan`",
+    "nemotron_h with experts": "experts may only have gate_up_proj and down_proj",
     "granite_swa": "self_attn.sinks is sharded over several devices",
     **dict.fromkeys(("glm4_moe_lite", "deepseek_v2"), "_b_proj.weight is sharded over several devices"),
 }

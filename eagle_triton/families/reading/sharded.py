@@ -62,7 +62,7 @@ PLACES = {
     **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), _GATHERED),
     "out_proj": _GATHERED,
     **dict.fromkeys(("o_proj", "down_proj", "c_proj"), (*_COLUMNS, *_SPLIT)),
-    "embed_tokens": ("embedding_rowwise",),
+    **dict.fromkeys(("embed_tokens", "embeddings"), ("embedding_rowwise",)),
 }
 """The allowed styles of a module, by the last name of its path. Nothing else may be sharded."""
 

@@ -1,7 +1,8 @@
 """Mixtures of experts over at most 64 rows, in three launches, and three more for a shared expert.
 
     route:              k of E experts for each row, by the scores of x @ weight.T
-    experts_swiglu:     inner[r, j] = silu(x[r] @ gate[e].T) * (x[r] @ up[e].T),  e = experts[r, j]
+    experts_swiglu:     inner[r, j] = silu(x[r] @ gate[e].T) * (x[r] @ up[e].T),  e = experts[r, j]; or without a gate
+                        relu(x[r] @ up[e].T)^2
     experts_down:       parts[j, r] = weights[r, j] * (inner[r, j] @ down[e].T)
     add_shared_expert:  out = routed + sigmoid(x @ gate.T) * shared
 

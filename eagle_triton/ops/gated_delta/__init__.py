@@ -1,11 +1,12 @@
-"""The gated delta rule of Qwen3.5's and Qwen3-Next's linear layers: over trees, over prompts, and what is committed.
+"""The gated delta rule of Qwen3.5 and Qwen3-Next, and Mamba-2: over trees, over prompts, and what is committed.
 
     token:  S <- exp(g) S;   S <- S + k (beta (v - S' k))';   o = S' q
     tree:   (I + A) d = beta (v - e^G k S);   o = e^G q S + P d
 
 A head's memory of a sequence is one matrix S. In a tree every node follows S and its ancestors. d are the updates of
 all nodes. A and P hold the products of keys and queries with ancestors' keys, decayed over the nodes between them. G is
-the sum of g along a path. The full formulas are in reference/gated_delta.py.
+the sum of g along a path. The full formulas are in reference/gated_delta.py. Without b the operations compute
+Mamba-2's layer, where d = dt v, so nothing is solved.
 
     causal_conv      a program for each (nodes, channels); a node's ancestors are the bits of its word, highest first
     delta_tree       a program for each (block of V, head, sequence): all nodes at once, one triangular system
