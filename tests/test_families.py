@@ -788,7 +788,9 @@ def described(kind: str) -> str:
         "attention and MLP side by side": family.parallel or family.parallel_switch,
         "one projection for q, k and v": family.qkv,
         "one projection for gate and up": family.gate_up,
-        "layers without rotation": family.rotary_switch or family.rotary_in_windows or family.rotary_by_layer or not family.rotary,
+        "layers without rotation": (
+            family.rotary_switch or family.rotary_in_windows or family.rotary_by_layer or not family.rotary
+        ),
         "rotates neighbours": family.rotary_pairs or family.rotary_interleave,
         "rotates in fp32": family.rotary_in_fp32 or family.rotary_terms_in_fp32,
         "heads normed after the rotation": family.norm_last,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from eagle_triton import EAGLEConfig, EAGLEInference, TritonConfig, UnsupportedModelError, optimize_with_triton
 from eagle_triton.families.causal_lm import read_causal_lm
@@ -81,6 +82,72 @@ def test_the_router_is_read_whatever_its_weights_are():
     (logits,) = model.generate(prompt, **small).logits
     with optimize_with_triton(model)[1]:
         torch.testing.assert_close(model.generate(prompt, **small).logits[0], logits, atol=1e-4, rtol=1e-4)
+
+
+CHANGES = {
+    "A_log": lambda mamba: setattr(mamba, "A_log", nn.Parameter(mamba.A_log + 1)),
+    "D": lambda mamba: setattr(mamba, "D", nn.Parameter(mamba.D + 1)),
+    "conv1d": lambda mamba: setattr(mamba.conv1d, "bias", nn.Parameter(mamba.conv1d.bias + 1)),
+    "norm": lambda mamba: setattr(mamba.norm, "weight", nn.Parameter(mamba.norm.weight + 1)),
+    "time_step_limit": lambda mamba: setattr(mamba, "time_step_limit", (0.5, 2.0)),
+    "group_size": lambda mamba: setattr(mamba.norm, "group_size", 128),
+    "activation": lambda mamba: setattr(mamba, "activation", "gelu"),
+    "norm.forward": lambda mamba: setattr(mamba.norm, "forward", lambda x, gate: x),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_mamba_after_optimising_is_named(name):
+    with skipped_if_unknown():
+        model = tiny_family("granitemoehybrid").to(DEVICE)
+    mamba = model.model.layers[1].mamba
+    if name == "group_size" and not hasattr(mamba.norm, name):
+        pytest.skip("norms whole rows here")
+    prompt = torch.arange(2, 20, device=DEVICE)[None]
+    with optimize_with_triton(model)[1]:
+        model.generate(prompt, max_new_tokens=2, do_sample=False)
+        CHANGES[name](mamba)
+        with pytest.raises(RuntimeError, match=rf"layers\.1\.mamba.*{name.split('.')[-1]}"):
+            model.generate(prompt, max_new_tokens=2, do_sample=False)
+
+
+@torch.no_grad()
+def test_weights_of_mamba_that_change_in_place_are_heard():
+    with skipped_if_unknown():
+        model = tiny_family("nemotron_h").to(DEVICE)
+    prompt, options = torch.arange(2, 20, device=DEVICE)[None], dict(max_new_tokens=NEW, do_sample=False)
+    with optimize_with_triton(model)[1]:
+        before = model.generate(prompt, **options)
+        for tensor in (model.model.layers[0].mixer.D, model.model.layers[2].mixer.conv1d.weight):
+            tensor.mul_(-2)
+        found = model.generate(prompt, **options)
+    assert torch.equal(found, model.generate(prompt, **options)) and not torch.equal(found, before)
+
+
+MAMBA_REFUSED = {
+    "in_proj must not have a bias": ("granitemoehybrid", lambda model: setattr(
+        model.model.layers[0].mamba.in_proj, "bias", nn.Parameter(torch.zeros(328)))),
+    "num_heads must be a multiple of n_groups": ("granitemoehybrid", lambda model: setattr(
+        model.model.layers[0].mamba, "n_groups", 3)),
+    r"activation must be silu, got 'gelu'": ("bamba", lambda model: setattr(
+        model.model.layers[0].mamba, "activation", "gelu")),
+    r"A_log must be \[8\], got \[4\]": ("bamba", lambda model: setattr(
+        model.model.layers[0].mamba, "A_log", nn.Parameter(torch.zeros(4)))),
+    r"mamba\.layer_idx must be 0, got 1": ("bamba", lambda model: setattr(
+        model.model.layers[0].mamba, "layer_idx", 1)),
+    "layers.0 has an MLP, and must follow a block with attention or Mamba-2": ("nemotron_h", lambda model: (
+        model.config.layer_types.__setitem__(0, "mlp"), model.model.layers.__setitem__(0, model.model.layers[1]))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MAMBA_REFUSED)
+def test_what_is_not_mamba_2_is_refused(message):
+    case, change = MAMBA_REFUSED[message]
+    with skipped_if_unknown():
+        model = tiny_family(case)
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_causal_lm(model)
 
 
 def test_what_they_cannot_do_is_refused():
