@@ -135,7 +135,9 @@ def every_family(folder: Path) -> None:
             draft = tiny_head(whole, True) if case in HEADS else None if case in SIMILAR else whole
             tokens_are_the_originals(whole, folder / case, draft, memory=memory if case in THROUGH_MEMORY else None)
         else:
-            tokens_are_the_originals(tiny_family(case, **two_layers(options)), folder / case, asked=(BATCH,))
+            few = tiny_family(case, **two_layers(options))
+            made = type(few) if kind == "mistral4" else AutoModelForCausalLM  # which does not know it
+            tokens_are_the_originals(few, folder / case, kind=made, asked=(BATCH,))
     assert not memory.gave_up() and int(memory.uses[0])
 
 

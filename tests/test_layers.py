@@ -782,20 +782,23 @@ def latent_operands(device, dtype, batch, count, heads, rank, rotated, splits=1,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("splits", "heads", "rank", "rotated"), [(1, 20, 512, 64), (3, 3, 48, 10)])
-@pytest.mark.parametrize("options", [{}, {"pairs": True}, {"pairs": True, "round_tables": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"pairs": True}, {"pairs": True, "round_tables": False}, {"temperature": (0.5, 7)}], ids=str
+)
 def test_latents_are_normed_and_appended_with_their_key(device, dtype, splits, heads, rank, rotated, options):
     q, latents, norm, eps, cache, *rest = latent_operands(device, dtype, 2, 5, heads, rank, rotated, splits)
     latents_32 = latents.total_in_fp32() if splits > 1 else latents.float()
-    results = []
+    results, unrotated = [], randn(device, dtype, 2, 5, heads, 24)
     for module, values in (
         (kernels, (q, latents, norm)),
         (reference, (q, latents, norm)),
         (reference, (q.float(), latents_32, norm.float())),
     ):
         kept, out = cache.to(values[0].dtype, copy=True), torch.full_like(values[0], torch.nan)
-        again = module.latent_append(*values, eps, kept, *rest, out=out, **options)
+        more = dict(unrotated=unrotated.to(values[0].dtype, copy=True)) if "temperature" in options else {}
+        again = module.latent_append(*values, eps, kept, *rest, out=out, **options, **more)
         assert again is out and int(kept.isnan().any(-1).sum()) == 2 * (160 - 5)
-        results.append((out, kept.nan_to_num()))
+        results.append((out, kept.nan_to_num(), *more.values()))
     for part in zip(*results, strict=True):
         assert_close(*part)
     turned = reference.rotary_append(q, None, None, cache.expand(2, -1, -1, -1, -1)[..., :rotated], *rest, **options)

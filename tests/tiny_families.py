@@ -67,6 +67,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2 in groups": ("deepseek_v2", LATENT | LATENT_EXPERTS | dict(topk_method="group_limited_greedy")),
     "deepseek_v3": ("deepseek_v3", LATENT | LATENT_EXPERTS | dict(rope_interleave=False, rope_parameters={
         **YARN, "mscale": 1.0, "mscale_all_dim": 1.0})),
+    "mistral4": ("mistral4", LATENT | LATENT_EXPERTS | dict(first_k_dense_replace=1, n_group=1, rope_parameters={
+        **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 8})),
     "youtu": ("youtu", LATENT),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", dict(sliding_window=8)),
@@ -184,7 +187,9 @@ def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:
         return tiny_seeing_family(kind.removesuffix("_text"), seed, **options)
     config = transformers.AutoConfig.for_model(kind, **{**SIZES, **own, **options})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    # AutoModelForCausalLM does not know Mistral 4: it comes inside Mistral 3, which reads images.
+    made = transformers.Mistral4ForCausalLM if kind == "mistral4" else transformers.AutoModelForCausalLM.from_config
+    model = made(config).eval()
     if kind == "hunyuan_v1_dense" and model.model.rotary_emb.rope_type == "dynamic":
         raise ValueError("Hunyuan's frequencies with alpha change for long texts here")  # as under transformers 5.17
     randomise(model, seed)

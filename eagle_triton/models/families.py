@@ -314,6 +314,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": DEEPSEEK_V3,
     "deepseek_v2": Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("topk_method", *LATENT, *EXPERTS)),
     "deepseek_v3": DEEPSEEK_V3,
+    "mistral4": replace(DEEPSEEK_V3, query_temperature=True, shown_by_modules=(*LATENT, *EXPERTS)),
     "youtu": replace(DEEPSEEK_V3, shown_by_modules=("embedding_initializer_range", *LATENT)),
     "dots1": Family(window="by_layer", shown_by_modules=EXPERTS),
     "solar_open": Family(shown_by_modules=EXPERTS),

@@ -125,13 +125,20 @@ def check_latent_append(
     inv_freq: Tensor,
     out: Tensor,
     table: Tensor | None = None,
+    temperature: tuple[float, int] | None = None,
+    unrotated: Tensor | None = None,
 ) -> None:
+    if (temperature is None) != (unrotated is None):
+        raise ValueError("latent_append: give both temperature and unrotated, or neither of them")
+    if temperature is not None and temperature[1] < 1:
+        raise ValueError(f"latent_append: temperature must be (beta, a length of at least 1), got {temperature}")
     rotated = 2 * inv_freq.numel()
     tensors = {
         "norm": (norm, "rank>0", FLOATS),
         "inv_freq": (inv_freq, "half>0", torch.float32),
         "q": (q, "B N Hq r", norm.dtype),
         "out": (out, "B N Hq r, contiguous rows", norm.dtype),
+        "unrotated": (unrotated, "B N Hq o, contiguous rows", norm.dtype),
         "latents": (latents, "B N width", norm.dtype),
         "cache": (cache, f"1 {'B' if table is None else 'P'} 1 T width, contiguous rows", None),
         "table": (table, "B M>0", torch.int32),

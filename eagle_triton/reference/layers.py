@@ -187,9 +187,7 @@ def rotary_append(
     if norm_last:
         q, own[:1] = normed(q, q_norm), [normed(part, k_norm) for part in own[:1]]
     if temperature is not None:
-        beta, length = temperature
-        factor = 1 + beta * torch.log(1 + torch.floor(positions / length))
-        q = q * factor.to(q.dtype)[:, :, None, None]
+        q = q * _factor(positions, temperature, q.dtype)
     if own:
         write_rows(cache, torch.stack(own, dim=2), rows, table)
     return q
@@ -213,16 +211,21 @@ def latent_append(
     table: Tensor | None = None,
     pairs: bool = False,
     round_tables: bool = True,
+    temperature: tuple[float, int] | None = None,
+    unrotated: Tensor | None = None,
 ) -> Tensor:
     """Norm latents and rotate the key beside them, and write both to the cache; rotate q into `out`, which is returned.
 
     For multi-head latent attention (DeepSeek-AI, arXiv 2405.04434). latents [B, N, rank + r]: a token's compressed keys
     and values, which are normed with the weight `norm` [rank], and one key of r elements for all heads. q, out [B, N,
     Hq, r]: what rotates of the queries. cache [1, B, 1, T, rank + r], or with a `table` in pages: N rows are written,
-    from row first_row [B] int32 + `skip` on. For positions, inv_freq [r / 2] and the other arguments see
+    from row first_row [B] int32 + `skip` on. With a temperature the other elements of the queries, `unrotated` [B, N,
+    Hq, o], are multiplied in place, too. For positions, inv_freq [r / 2] and the other arguments see
     `rotary_append`, for norms `rms_norm`.
     """
-    operands.check_latent_append(q, latents, norm, cache, first_row, depths, inv_freq, out, table)
+    operands.check_latent_append(
+        q, latents, norm, cache, first_row, depths, inv_freq, out, table, temperature, unrotated
+    )
     latents = total_of(latents)
     normed = whole_of(
         rms_norm(latents[..., : len(norm)], norm, eps, zero_centred=zero_centred, round_first=round_first)
@@ -232,7 +235,18 @@ def latent_append(
     key = _rotate(latents[:, :, None, len(norm) :], cos, sin, pairs)
     new = torch.cat([normed[:, :, None], key], dim=-1)
     write_rows(cache, new[:, :, None], first_row + skip, table)
-    return out.copy_(_rotate(q, cos, sin, pairs))
+    out.copy_(_rotate(q, cos, sin, pairs))
+    if temperature is not None and unrotated is not None:
+        factor = _factor(positions, temperature, q.dtype)
+        out.mul_(factor)
+        unrotated.mul_(factor)
+    return out
+
+
+def _factor(positions: Tensor, temperature: tuple[float, int], dtype: torch.dtype) -> Tensor:
+    """1 + beta * log(1 + floor(position / length)), [B, N, 1, 1], of temperature (beta, length)."""
+    beta, length = temperature
+    return (1 + beta * torch.log(1 + torch.floor(positions / length))).to(dtype)[:, :, None, None]
 
 
 def _positions(first_row: Tensor, depths: Tensor | None, skip: int, count: int) -> Tensor:

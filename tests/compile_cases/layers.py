@@ -132,6 +132,7 @@ def _latents(heads: int, splits: int, rank: int = 512, rotated: int = 64, **opti
         fp32(rotated // 2),
         out=out,
         table=i32(4, 10),
+        unrotated=bf16(4, 60, heads, 64) if "temperature" in options else None,
         **options,
     )
 
@@ -183,6 +184,7 @@ CASES = [
     *_rotary(8, 4, 128, splits=2, norms="qk", norm_last=True),
     *_latents(20, 2, pairs=True),
     *_latents(128, 1, pairs=True, round_tables=False),
+    *_latents(32, 1, 256, pairs=True, temperature=(0.1, 8192)),
     *launches("silu", swiglu, bf16(60, 14336), bf16(60, 14336)),
     *launches("gelu_tanh", swiglu, bf16(60, 14336), bf16(60, 14336), "gelu_tanh"),
     *(

@@ -135,6 +135,8 @@ class LatentAttention(Mixer):
             table=cache.table,
             pairs=self.rotary.pairs,
             round_tables=self.rotary.round_tables,
+            temperature=self.rotary.temperature,
+            unrotated=None if self.rotary.temperature is None else q[..., :own],
             **self.norm.options,
         )
         _multiply_heads(q[..., :own], keys, out[..., :rank])

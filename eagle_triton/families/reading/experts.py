@@ -382,6 +382,8 @@ def _possible_routings(router: _Router, dtype: torch.dtype, weights_in_fp32: boo
     routings, sigmoids = [], [of_sigmoid]
     if router.correction is None and weight.dtype == dtype:
         routings.append(of_softmax)
+        if scale != 1.0:
+            routings.append(replace(of_softmax, scale=scale))
         if renormalised:
             routings.append(replace(of_softmax, score="softmax_of_chosen"))  # equal up to rounding
         if not hasattr(module, "norm_topk_prob"):  # DeepSeek-V2's never is

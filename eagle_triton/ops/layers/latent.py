@@ -10,7 +10,7 @@ from eagle_triton.kv_cache import page_rows, row_offset
 from eagle_triton.operands.kv_cache import capacity_of
 from eagle_triton.operands.layers import check_latent_append
 from eagle_triton.ops.layers.norms import before_weight, load_row_weight
-from eagle_triton.ops.layers.rotary import Rotation, Turn, cos_sin_of, rotated_heads, store_head
+from eagle_triton.ops.layers.rotary import Rotation, Temperature, Turn, cos_sin_of, factor_at, rotated_heads, store_head
 from eagle_triton.ops.layers.values import SplitRows, load_sum, rounded
 from eagle_triton.ops.views import CacheLayer, Heads, Pages, Vector, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
@@ -28,6 +28,8 @@ def _latent_append_kernel(
     cache,
     turn,
     out,
+    temperature,
+    unrotated,
     table_ptr,
     first_row_ptr,
     depths_ptr,
@@ -39,13 +41,15 @@ def _latent_append_kernel(
     capacity,
     PAGE: tl.constexpr,
     RANK: tl.constexpr,
+    UNROTATED: tl.constexpr,
     QUERIES: tl.constexpr,
     KEY: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N, B): a program appends one node's row and rotates its queries. _UNALIGNED: see rotary.py."""
+    """Grid (N, B): a program appends one node's row and rotates its queries. With a temperature it multiplies them and
+    the UNROTATED other elements of each, in place. _UNALIGNED: see rotary.py."""
     await_inputs(PDL)
     node, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first_row = tl.load(first_row_ptr + batch * stride_fb)
@@ -62,6 +66,13 @@ def _latent_append_kernel(
     left, right, others = rotated_heads(queries, 0, None, 0.0, 0, QUERIES.group, cos, sin, HEADS, DTYPE, QUERIES)
     out_ptr = out.ptr + batch * out.batch + node * out.row
     head = tl.arange(0, HEADS)[:, None]
+    if temperature is not None:
+        factor = factor_at(position, temperature, DTYPE)
+        left, right, others = rounded(left, DTYPE) * factor, rounded(right, DTYPE) * factor, others * factor
+        column = tl.arange(0, triton.next_power_of_2(UNROTATED))[None, :]
+        place = unrotated.ptr + batch * unrotated.batch + node * unrotated.row + head * unrotated.head + column
+        inside = (head < QUERIES.group) & (column < UNROTATED)
+        tl.store(place, (tl.load(place, mask=inside, other=0.0).to(tl.float32) * factor).to(DTYPE), mask=inside)
     store_head(out_ptr + head * out.head, left, right, others, head < QUERIES.group, QUERIES)
 
     latent_ptr = latents.ptr + (batch * nodes + node) * latents.row
@@ -97,13 +108,15 @@ def latent_append(
     table: Tensor | None = None,
     pairs: bool = False,
     round_tables: bool = True,
+    temperature: tuple[float, int] | None = None,
+    unrotated: Tensor | None = None,
 ) -> Tensor:
     """Norm latents and rotate the key beside them, and write both to the cache; rotate q into `out`, which is returned.
 
     See reference.layers.latent_append. Raises ValueError before anything is written if shapes, dtypes, devices or
     strides do not fit.
     """
-    check_latent_append(q, latents, norm, cache, first_row, depths, inv_freq, out, table)
+    check_latent_append(q, latents, norm, cache, first_row, depths, inv_freq, out, table, temperature, unrotated)
     batch, count, heads, rotated = q.shape
     rank = len(norm)
     rows, splits = SplitRows.of(latents)
@@ -119,6 +132,8 @@ def latent_append(
             view(CacheLayer, cache),
             Turn(inv_freq.contiguous(), attention_scaling),
             view(Heads, out),
+            None if temperature is None else Temperature(*temperature),
+            view(Heads, unrotated),
             table,
             first_row,
             depths,
@@ -130,6 +145,7 @@ def latent_append(
             capacity_of(cache, table),
             page_rows(cache, table),
             rank,
+            0 if unrotated is None else unrotated.shape[3],
             Rotation(1, heads, rotated // 2, 0, 1, **kind),
             Rotation(1, 1, rotated // 2, 0, splits, **kind),
             zero_centred,

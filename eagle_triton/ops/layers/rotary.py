@@ -72,6 +72,12 @@ class Temperature(NamedTuple):
     length: int
 
 
+@triton.jit
+def factor_at(position, temperature, DTYPE: tl.constexpr):
+    factor = 1.0 + temperature.beta * tl.log(1.0 + (position // temperature.length).to(tl.float32))
+    return rounded(factor, DTYPE)
+
+
 class HeadNorms(NamedTuple):
     """The weights [d] of heads' norms before or after the rotation, or None; and their epsilon."""
 
@@ -214,8 +220,7 @@ def rotary_append_head(place, x, cache, turn, norms, temperature, out_ptr, num_n
         Vector(queries, x.q.head), x.split, norms.q, norms.eps, 0, group, cos, sin, GROUP, DTYPE, HOW
     )
     if temperature is not None:
-        factor = 1.0 + temperature.beta * tl.log(1.0 + (place.position // temperature.length).to(tl.float32))
-        factor = rounded(factor, DTYPE)
+        factor = factor_at(place.position, temperature, DTYPE)
         left, right, others = rounded(left, DTYPE) * factor, rounded(right, DTYPE) * factor, others * factor
     offs_g = tl.arange(0, GROUP)
     mask = (offs_g < group)[:, None] & in_half[None, :]
