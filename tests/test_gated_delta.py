@@ -693,6 +693,29 @@ def test_pieces_of_mamba_are_their_prompt(device, module):
 
 
 @BOTH
+@pytest.mark.parametrize("mamba", [False, True])
+def test_only_active_sequences_are_changed(device, module, mamba):
+    """Of a token of each sequence: the others' states and windows keep their bits, though they hold NaN."""
+    active = torch.tensor([True, False], device=device)
+    for name, kept in (("causal_conv", "window"), ("delta_recurrent", "state"), ("gated_conv", "window")):
+        if name == "gated_conv":
+            x, weight, window = gated_operands(2, 1, 8, 3, torch.float32, device)
+            operands = dict(x=x, weight=weight, window=window)
+        else:
+            make = mamba_operands if mamba else lambda name, **sizes: OPERANDS[name](**sizes)
+            operands = make(name, device=device, count=1)
+        operands[kept][1, 0, 0] = torch.nan
+        before, whole = copied(operands), copied(operands)
+        outputs = [getattr(module, name)(**operands, active=active), getattr(module, name)(**whole)]
+        assert torch.equal(*(each[:1] for each in outputs)) and torch.equal(operands[kept][0], whole[kept][0])
+        assert torch.equal(operands[kept][1].nan_to_num(nan=7), before[kept][1].nan_to_num(nan=7))
+        assert not torch.equal(operands[kept][0], before[kept][0])
+    tree_too = dict(operands, ancestors=torch.ones(2, 1, 1, dtype=torch.int64, device=device), active=active)
+    with pytest.raises(ValueError, match="gated_conv: active is for consecutive tokens"):
+        module.gated_conv(**tree_too)
+
+
+@BOTH
 @pytest.mark.parametrize(("count", "depth"), [(9, 4), (60, 8)])
 def test_trees_of_mamba_are_their_paths(device, module, count, depth):
     """Each path as a chain, and the states that it leaves."""
@@ -784,7 +807,7 @@ def test_pieces_of_prompts_must_fit(device, module):
         (r"pieces.counts must be int32 \[2\]", lambda: module.delta_chunk(**operands, pieces=short)),
         ("at most 64 tokens, got 65", lambda: module.delta_chunk(**long, pieces=pieces)),
         ("at least a window's 3 tokens, got 2", lambda: module.causal_conv(**few, pieces=pieces)),
-        ("cannot have ancestors, raw or out", lambda: module.causal_conv(**conv, out=out, pieces=pieces)),
+        ("cannot have ancestors, active, raw or out", lambda: module.causal_conv(**conv, out=out, pieces=pieces)),
     )
 
 

@@ -126,14 +126,16 @@ def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
 
 
 @pytest.mark.versions
-def test_prompts_in_pieces_are_read_between_steps(pairs, expected):
-    """Several prompts in a forward, and a prompt in several forwards, while others decode."""
+@pytest.mark.parametrize("tree", ["dynamic", "plain"])
+def test_prompts_in_pieces_are_read_between_steps(pairs, expected, tree):
+    """Several prompts in a forward, and a prompt in several forwards, while others decode. Plain steps leave the states
+    of slots that are read in pieces as they are."""
     engine, new = engine_of(*pairs(KIND), packed=True), 24
     lengths = (20, 513, 65, 1, 64, 63, 513, 4)
     waiting = [Request(PROMPTS[length], new) for length in lengths]
     got: dict[int, list[int]] = {id(request): request.prompt.tolist() for request in waiting}
     requests = list(waiting)
-    with torch.no_grad(), Batch(engine, 4, TREES["dynamic"], 560, prompt_tokens=128) as batch:
+    with torch.no_grad(), Batch(engine, 4, TREES[tree], 560, prompt_tokens=128) as batch:
         while waiting or batch.running:
             if count := batch.fitting(waiting):
                 batch.enter_all(waiting[:count])

@@ -123,9 +123,9 @@ def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: D
         hidden = features = outputs[1]
         pending = sequences.caches.new_pending(1)
     else:
-        hidden, features, pending = target_forward(
-            ops, view, tokens, sequences.caches, state.lengths, tree.depths, tree.ancestors, state.spec.depth
-        )
+        active = state.active if tokens.shape[1] == 1 and mode.judge is None else None
+        place = state.lengths, tree.depths, tree.ancestors, state.spec.depth, active
+        hidden, features, pending = target_forward(ops, view, tokens, sequences.caches, *place)
     logits = project(ops, view.head, hidden)
     before = state.lengths.clone() if mode.logprobs else None
     return TreeOutputs(tokens, logits, features, pending, before, guide)

@@ -44,6 +44,7 @@ def check_causal_conv(
     weight: Tensor,
     window: Tensor,
     ancestors: Tensor | None,
+    active: Tensor | None,
     bias: Tensor | None,
     raw: Tensor | None,
     out: Tensor | None,
@@ -52,8 +53,9 @@ def check_causal_conv(
     name = "causal_conv"
     if (k is None) != (v is None):
         raise ValueError(f"{name}: give both k and v, or neither of them")
-    if pieces is not None and not (ancestors is None and raw is None and out is None):
-        raise ValueError(f"{name}: pieces of prompts cannot have ancestors, raw or out")
+    if pieces is not None and not (ancestors is None and active is None and raw is None and out is None):
+        raise ValueError(f"{name}: pieces of prompts cannot have ancestors, active, raw or out")
+    _check_active(name, active, ancestors)
     products = {"q": (q, "B n H K", None), "k": (k, "B n H K", q.dtype), "v": (v, "B n H RV", q.dtype)}
     sizes = check_tensors(name, {**products, "weight": (weight, "C W>0", FLOATS)})
     widths = sizes["K"] if k is None else 2 * sizes["K"] + sizes["RV"]
@@ -65,6 +67,7 @@ def check_causal_conv(
         "raw": (raw, "B n C", q.dtype),
         "out": (out, "B n C", q.dtype),
         "ancestors": (ancestors, "B n 1", torch.int64),
+        "active": (active, "B, contiguous", torch.bool),
         **_fields(pieces),
     }
     check_tensors(name, tensors, device=q.device, **sizes)
@@ -78,12 +81,14 @@ def check_gated_conv(
     weight: Tensor,
     window: Tensor,
     ancestors: Tensor | None,
+    active: Tensor | None,
     raw: Tensor | None,
     pieces: PromptPieces | None = None,
 ) -> None:
     name = "gated_conv"
-    if pieces is not None and not (ancestors is None and raw is None):
-        raise ValueError(f"{name}: pieces of prompts cannot have ancestors or raw")
+    if pieces is not None and not (ancestors is None and active is None and raw is None):
+        raise ValueError(f"{name}: pieces of prompts cannot have ancestors, active or raw")
+    _check_active(name, active, ancestors)
     sizes = check_tensors(name, {"x": (x, "B n C3", FLOATS), "weight": (weight, "C W>0", x.dtype)})
     if sizes["C3"] != 3 * sizes["C"]:
         raise ValueError(f"{name}: x must have three times the {sizes['C']} channels of weight, got {sizes['C3']}")
@@ -92,6 +97,7 @@ def check_gated_conv(
         "window": (window, "B window C" if pieces is None else "slots window C", x.dtype),
         "raw": (raw, "B n C", x.dtype),
         "ancestors": (ancestors, "B n 1", torch.int64),
+        "active": (active, "B, contiguous", torch.bool),
         **_fields(pieces),
     }
     check_tensors(name, tensors, device=x.device, **sizes)
@@ -120,6 +126,7 @@ def check_delta(
     state: Tensor,
     pieces: PromptPieces | None = None,
     skip: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
     if skip is not None and b is not None:
         raise ValueError(f"{name}: only Mamba-2, which has no b, has a skip")
@@ -131,6 +138,7 @@ def check_delta(
         "A_log": (A_log, "HV", FLOATS),
         "dt_bias": (dt_bias, "HV", FLOATS),
         "skip": (skip, "HV", FLOATS),
+        "active": (active, "B, contiguous", torch.bool),
         **_fields(pieces),
     }
     sizes = check_tensors(name, tensors, device=mixed.device, **sizes, HV=sizes["H"] * sizes["R"])
@@ -183,6 +191,11 @@ def check_commit_states(
             f"commit_states: raw must have 2 H K + HV V channels, HV = {value_heads} a multiple of H, K = {key_dim} "
             f"and V = {value_dim}, got {sizes['C']}"
         )
+
+
+def _check_active(name: str, active: Tensor | None, ancestors: Tensor | None) -> None:
+    if active is not None and ancestors is not None:
+        raise ValueError(f"{name}: active is for consecutive tokens, not for trees with ancestors")
 
 
 def _fields(pieces: PromptPieces | None) -> dict[str, tuple[Any, str, torch.dtype]]:

@@ -61,6 +61,7 @@ def causal_conv(
     window: Tensor,
     ancestors: Tensor | None = None,
     *,
+    active: Tensor | None = None,
     bias: Tensor | None = None,
     raw: Tensor | None = None,
     out: Tensor | None = None,
@@ -69,12 +70,12 @@ def causal_conv(
     """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors, + bias [C]), channel by channel.
 
     Without k and v all channels are in q. A node's predecessors are its ancestors; the root's are in `window`, the
-    newest last. Without `ancestors` the tokens are consecutive, and the window is updated in place. raw [B, n, C]: gets
-    q, k and v. Returns mixed [B, n, C], in `out` if given. pieces: the B rows are pieces of prompts in some slots, and
-    `window` [slots, W - 1, C] has all slots; then ancestors, raw and out must be None. Raises ValueError if shapes,
-    dtypes or devices do not fit.
+    newest last. Without `ancestors` the tokens are consecutive, and the window is updated in place; with `active` [B]
+    bool only those of active sequences are. raw [B, n, C]: gets q, k and v. Returns mixed [B, n, C], in `out` if given.
+    pieces: the B rows are pieces of prompts in some slots, and `window` [slots, W - 1, C] has all slots; then
+    ancestors, active, raw and out must be None. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_causal_conv(q, k, v, weight, window, ancestors, bias, raw, out, pieces)
+    operands.check_causal_conv(q, k, v, weight, window, ancestors, active, bias, raw, out, pieces)
     rows = torch.cat([part.flatten(2) for part in (q, k, v) if part is not None], dim=-1)
     if pieces is not None:
         mixed = torch.zeros_like(rows)
@@ -83,7 +84,7 @@ def causal_conv(
             return functional.silu(_convolved(rows, weight, mine, bias=bias))
 
         return _by_sequence(pieces, mixed, window, (rows,), read)
-    mixed = functional.silu(_convolved(rows, weight, window, ancestors, bias))
+    mixed = functional.silu(_convolved(rows, weight, window, ancestors, bias, active))
     if raw is not None:
         raw.copy_(rows)
     return mixed if out is None else out.copy_(mixed)
@@ -95,15 +96,17 @@ def gated_conv(
     window: Tensor,
     ancestors: Tensor | None = None,
     *,
+    active: Tensor | None = None,
     raw: Tensor | None = None,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
     """c * convolution of (b * x): the short convolution of LFM2, with rows x [B, n, 3 C] of b, c and x.
 
     The convolution is that of `causal_conv`, without SiLU, with weight [C, W] and window [B, W - 1, C] of b * x, which
-    raw [B, n, C] gets, too. ancestors, pieces: as there. Returns [B, n, C]. Raises ValueError if arguments do not fit.
+    raw [B, n, C] gets, too. ancestors, active, pieces: as there. Returns [B, n, C]. Raises ValueError if arguments do
+    not fit.
     """
-    operands.check_gated_conv(x, weight, window, ancestors, raw, pieces)
+    operands.check_gated_conv(x, weight, window, ancestors, active, raw, pieces)
     if pieces is not None:
         out = torch.zeros(*x.shape[:2], len(weight), dtype=x.dtype, device=x.device)
         return _by_sequence(pieces, out, window, (x,), lambda x, mine: gated_conv(x, weight, mine))
@@ -111,13 +114,19 @@ def gated_conv(
     rows = b * x
     if raw is not None:
         raw.copy_(rows)
-    return c * _convolved(rows, weight, window, ancestors)
+    return c * _convolved(rows, weight, window, ancestors, active=active)
 
 
 def _convolved(
-    rows: Tensor, weight: Tensor, window: Tensor, ancestors: Tensor | None = None, bias: Tensor | None = None
+    rows: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    ancestors: Tensor | None = None,
+    bias: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> Tensor:
-    """The sum over taps, in the dtype of rows [B, n, C]. Without ancestors the window is updated in place."""
+    """The sum over taps, in the dtype of rows [B, n, C]. Without ancestors the windows of active sequences are updated
+    in place."""
     batch, count, channels = rows.shape
     taps, kept = weight.shape[1], window.shape[1]
     known = torch.cat((window, rows), dim=1)
@@ -132,7 +141,8 @@ def _convolved(
     if bias is not None:
         total += bias.float()
     if ancestors is None:
-        window.copy_(known[:, known.shape[1] - kept :])
+        moved = known[:, known.shape[1] - kept :]
+        window.copy_(moved if active is None else torch.where(active[:, None, None], moved, window))
     return total.to(rows.dtype)
 
 
@@ -235,20 +245,23 @@ def delta_recurrent(
     dt_bias: Tensor,
     state: Tensor,
     *,
+    active: Tensor | None = None,
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """Outputs [B, n, HV, V] of consecutive tokens; `state` is updated in place, token by token.
+    """Outputs [B, n, HV, V] of consecutive tokens; `state` is updated in place, token by token, with `active` [B] bool
+    only that of active sequences.
 
     A_log, dt_bias, skip [HV]. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip)
+    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip, active=active)
     q, k, v = _heads(mixed, state, b is not None)
     g, beta = gating(a, b, A_log, dt_bias, dt_limit)
-    outputs = []
+    outputs, after = [], state
     for token in range(mixed.shape[1]):
-        state.copy_(_next_state(state, k[:, :, token], v[:, :, token], g[:, token], beta[:, token], b is not None))
-        outputs.append((q[:, :, token, None] @ state)[:, :, 0])
+        after = _next_state(after, k[:, :, token], v[:, :, token], g[:, token], beta[:, token], b is not None)
+        outputs.append((q[:, :, token, None] @ after)[:, :, 0])
+    state.copy_(after if active is None else torch.where(active[:, None, None, None], after, state))
     return _with_skip(torch.stack(outputs, dim=2), v, skip).transpose(1, 2).to(mixed.dtype)
 
 

@@ -1,8 +1,10 @@
 """Production settings of the gated delta rule: Qwen3.5, H 16, HV 48, K = V = 128, bf16; HV 32 has the same code."""
 
+import torch
+
 from eagle_triton.operands.gated_delta import PromptPieces
 from eagle_triton.ops import gated_delta as kernels
-from tests.compile_cases._launches import bf16, fp32, i32, i64, launches
+from tests.compile_cases._launches import bf16, empty, fp32, i32, i64, launches
 
 _SHARED, _HV = 3, 48  # 3 for each head of k, which is no power of two
 _CHANNELS = 128 * (2 * 16 + _HV)
@@ -72,6 +74,8 @@ CASES = [
     ),
     *launches("a node", *_tree(1), gates=fp32(4, 1, 2, _HV)),
     *launches("tokens", kernels.delta_recurrent, *_tokens(1)),
+    *launches("a plain step", kernels.delta_recurrent, *_tokens(1), active=empty(4, dtype=torch.bool)),
+    *launches("a plain step", _conv, 1, active=empty(4, dtype=torch.bool)),
     *(
         case
         for targets in _KINDS

@@ -63,7 +63,9 @@ class GatedDeltaCache(RecurrentCache):
         mine = None if pending is None else DeltaPending(*(tensor[index] for tensor in pending))
         return DeltaMemory(self.states[index], self.windows[index], mine, self.pieces)
 
-    def commit(self, ops: Operations, pending: DeltaPending, accepted: AcceptedPath) -> None:
+    def commit(self, ops: Operations, pending: DeltaPending | None, accepted: AcceptedPath) -> None:
+        if pending is None:
+            return
         path = accepted.path, accepted.accepted
         ops.commit_states(self.states, self.windows, *pending, *path, delta_rule=self.delta_rule)
 
@@ -108,12 +110,12 @@ class GatedDelta(Mixer):
         x = whole_of(x)
         q, k, v, z, b, a = self.products(ops, x, rows.tune_for_rows)
         gating = (a, b, self.A_log, self.dt_bias)
-        if rows.ancestors is None:
-            mixed = ops.causal_conv(q, k, v, self.conv, cache.window, pieces=cache.pieces)
+        if rows.ancestors is None or rows.active is not None:
+            mixed = ops.causal_conv(q, k, v, self.conv, cache.window, active=rows.active, pieces=cache.pieces)
             if cache.pieces is not None:
                 out = ops.delta_chunk(mixed, *gating, cache.state, cache.pieces)
             elif x.shape[1] <= RECURRENT_TOKENS:
-                out = ops.delta_recurrent(mixed, *gating, cache.state)
+                out = ops.delta_recurrent(mixed, *gating, cache.state, active=rows.active)
             else:
                 out = ops.delta_chunk(mixed, *gating, cache.state)
         else:

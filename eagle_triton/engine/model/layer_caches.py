@@ -45,8 +45,9 @@ class LayerCaches:
         """The number of layers."""
         return len(self._place)
 
-    def new_pending(self, nodes: int) -> tuple[Any, ...]:
-        return tuple(cache.new_pending(nodes) for cache in self.caches)
+    def new_pending(self, nodes: int, committed: bool = False) -> tuple[Any, ...]:
+        """The argument `pending` of `layer` and `commit`. committed: recurrent layers commit their rows as they run."""
+        return tuple(None if committed else cache.new_pending(nodes) for cache in self.caches)
 
     def layer(self, index: int, pending: tuple[Any, ...] | None = None) -> Any:
         kind, place = self._place[index]

@@ -72,7 +72,11 @@ class Mamba2(Mixer):
         z, mixed, dt = product.split((self.heads * self.head_dim, len(self.conv), self.heads), -1)
         channels, z = mixed[:, :, None], z.unflatten(-1, (self.norm_parts, -1))
         steps = dt.unflatten(-1, (self.groups, -1)), None, self.A_log, self.dt_bias
-        if rows.ancestors is None:
+        if rows.active is not None:
+            window, active = cache.window, rows.active
+            mixed = ops.causal_conv(channels, None, None, self.conv, window, active=active, bias=self.conv_bias)
+            out = ops.delta_recurrent(mixed, *steps, cache.state, active=active, skip=self.D)
+        elif rows.ancestors is None:
             mixed = ops.causal_conv(
                 channels, None, None, self.conv, cache.window, bias=self.conv_bias, pieces=cache.pieces
             )

@@ -50,6 +50,7 @@ class NewRows(NamedTuple):
     depth: int = 0  # of a tree: the most levels below the root
     skip: int = 0  # cache rows between `first` and the new rows: the tree's upper levels
     span: PromptSpan | None = None  # see PromptChunks
+    active: Tensor | None = None  # [B] bool: of a tree that is only a root, the sequences that commit it for sure
 
     @property
     def in_draft_pass(self) -> bool:

@@ -239,17 +239,19 @@ def target_forward(
     depths: Tensor | None,
     ancestors: Tensor | None,
     depth: int = 0,
+    active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Any]:
     """Run the target over n new tokens per sequence, after the `lengths` committed ones.
 
     tokens [B, n] int64; lengths [B] int32. depths [B, n] int32: positions are lengths + depths; None: consecutive.
-    ancestors [B, n, W]: of trees of `depth` levels below the root; None: causal, and the tokens are committed. Returns
+    ancestors [B, n, W]: of trees of `depth` levels below the root; None: causal, and the tokens are committed. active
+    [B] bool, of trees that are only a root: the sequences that will commit it. Recurrent layers do so at once. Returns
     the normed last hidden states [B, n, H], the draft's features [B, n, F], and for trees the argument `pending` of the
     caches' commit.
     """
     new_keys = None if ancestors is None else tokens.shape[1]
-    rows = NewRows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
-    pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
+    rows = NewRows(lengths, lengths, depths, ancestors, new_keys, depth=depth, active=active)
+    pending = None if ancestors is None else caches.new_pending(tokens.shape[1], committed=active is not None)
     hidden, features = _forward(ops, view, tokens, caches, rows, pending)
     return hidden, features, pending
 

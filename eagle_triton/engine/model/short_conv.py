@@ -39,8 +39,9 @@ class ShortConvCache(RecurrentCache):
     def layer(self, index: int, pending: Tensor | None = None) -> ConvMemory:
         return ConvMemory(self.memory[0][index], None if pending is None else pending[index], self.pieces)
 
-    def commit(self, ops: Operations, pending: Tensor, accepted: AcceptedPath) -> None:
-        ops.commit_windows(self.memory[0], pending, accepted.path, accepted.accepted)
+    def commit(self, ops: Operations, pending: Tensor | None, accepted: AcceptedPath) -> None:
+        if pending is not None:
+            ops.commit_windows(self.memory[0], pending, accepted.path, accepted.accepted)
 
 
 @dataclass(frozen=True)
@@ -67,5 +68,14 @@ class ShortConv(Mixer):
 
     def forward(self, ops: Operations, x: ProductRows, cache: ConvMemory, rows: NewRows) -> Product:
         product = project(ops, self.input, x, rows.tune_for_rows)
-        out = ops.gated_conv(product, self.conv, cache.window, rows.ancestors, raw=cache.pending, pieces=cache.pieces)
+        ancestors = rows.ancestors if rows.active is None else None
+        out = ops.gated_conv(
+            product,
+            self.conv,
+            cache.window,
+            ancestors,
+            active=rows.active,
+            raw=cache.pending,
+            pieces=cache.pieces,
+        )
         return project_split(ops, self.o, out, rows.tune_for_rows)

@@ -188,6 +188,7 @@ def _causal_conv_kernel(
     bias_ptr,
     window,
     ancestors_ptr,
+    active_ptr,
     raw,
     out,
     slots_ptr,
@@ -207,8 +208,10 @@ def _causal_conv_kernel(
     PIECES: tl.constexpr = slots_ptr is not None
     key_blocks: tl.constexpr = (KEYS + SHAPE.BLOCK_C - 1) // SHAPE.BLOCK_C
     if slots_ptr is None:
-        sequence = batch
-        chain = Chain(count, count, 0, True, False)
+        sequence, new = batch, count
+        if active_ptr is not None:
+            new = tl.where(tl.load(active_ptr + batch) != 0, count, 0)
+        chain = Chain(count, new, 0, True, False)
     else:
         sequence, held, known, follows = sequence_of(batch, slots_ptr, starts_ptr, counts_ptr, pieces)
         last = tl.maximum(held - 1, 0)
@@ -243,6 +246,7 @@ def causal_conv(
     window: Tensor,
     ancestors: Tensor | None = None,
     *,
+    active: Tensor | None = None,
     bias: Tensor | None = None,
     raw: Tensor | None = None,
     out: Tensor | None = None,
@@ -252,7 +256,7 @@ def causal_conv(
 
     Raises ValueError before anything is written if arguments do not fit.
     """
-    check_causal_conv(q, k, v, weight, window, ancestors, bias, raw, out, pieces)
+    check_causal_conv(q, k, v, weight, window, ancestors, active, bias, raw, out, pieces)
     check_rows_contiguous("causal_conv", q=q, k=k, v=v, window=window, bias=bias, raw=raw, out=out)
     batch, count, heads, width = q.shape
     if k is None or v is None:
@@ -261,7 +265,7 @@ def causal_conv(
         parts, sizes = (q, k, v), (heads * width, heads * v.shape[3], width, v.shape[3])
     mixed = q.new_empty(batch, count, len(weight)) if out is None else out
     if mixed.numel():
-        _launch(parts, sizes, weight, bias, window, ancestors, raw, pieces, mixed)
+        _launch(parts, sizes, weight, bias, window, ancestors, active, raw, pieces, mixed)
     return mixed
 
 
@@ -271,6 +275,7 @@ def gated_conv(
     window: Tensor,
     ancestors: Tensor | None = None,
     *,
+    active: Tensor | None = None,
     raw: Tensor | None = None,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
@@ -278,14 +283,16 @@ def gated_conv(
 
     Raises ValueError before anything is written if arguments do not fit.
     """
-    check_gated_conv(x, weight, window, ancestors, raw, pieces)
+    check_gated_conv(x, weight, window, ancestors, active, raw, pieces)
     check_rows_contiguous("gated_conv", x=x, window=window, raw=raw)
     channels = len(weight)
     out = x.new_empty(*x.shape[:2], channels)
     if out.numel():
         values = x[:, :, None, 2 * channels :]
         sizes = 0, channels, 1, channels
-        _launch((values, values, values), sizes, weight, None, window, ancestors, raw, pieces, out, gates=channels)
+        _launch(
+            (values, values, values), sizes, weight, None, window, ancestors, active, raw, pieces, out, gates=channels
+        )
     return out
 
 
@@ -296,6 +303,7 @@ def _launch(
     bias: Tensor | None,
     window: Tensor,
     ancestors: Tensor | None,
+    active: Tensor | None,
     raw: Tensor | None,
     pieces: PromptPieces | None,
     out: Tensor,
@@ -319,6 +327,7 @@ def _launch(
         bias,
         view(BatchedRows, window),
         ancestors,
+        active,
         view(BatchedRows, raw),
         view(BatchedRows, out),
         *((None,) * 3 if pieces is None else pieces),

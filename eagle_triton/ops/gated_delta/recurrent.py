@@ -170,6 +170,7 @@ def _delta_recurrent_kernel(
     gate_inputs,
     states,
     gates_ptr,
+    active_ptr,
     out_ptr,
     stride_gb,
     stride_gn,
@@ -181,7 +182,7 @@ def _delta_recurrent_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (blocks of V, HV, B): a program takes all tokens into BLOCK_V columns of a head's state. KEEP: write the
-    state."""
+    state, of an active sequence."""
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = block * SHAPE.BLOCK_V
@@ -218,6 +219,8 @@ def _delta_recurrent_kernel(
             tl.store(gate, g, mask=block == 0)
             tl.store(gate + stride_gg, beta, mask=block == 0)
     if KEEP:
+        if active_ptr is not None:
+            inside &= tl.load(active_ptr + batch) != 0
         tl.store(state_ptr + offsets, state, mask=inside)
 
 
@@ -229,6 +232,7 @@ def delta_recurrent(
     dt_bias: Tensor,
     state: Tensor,
     *,
+    active: Tensor | None = None,
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
@@ -236,14 +240,22 @@ def delta_recurrent(
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip)
+    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip, active=active)
     check_rows_contiguous("delta_recurrent", mixed=mixed, A_log=A_log, dt_bias=dt_bias, skip=skip)
     check_heads_contiguous("delta_recurrent", "state", state)
-    return launch_recurrent(mixed, GateInputs.of(a, b, A_log, dt_bias, skip, dt_limit), a.shape[2], state, None, True)
+    gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip, dt_limit)
+    return launch_recurrent(mixed, gate_inputs, a.shape[2], state, None, keep=True, active=active)
 
 
 def launch_recurrent(
-    mixed: Tensor, gate_inputs: GateInputs, key_heads: int, state: Tensor, gates: Tensor | None, keep: bool
+    mixed: Tensor,
+    gate_inputs: GateInputs,
+    key_heads: int,
+    state: Tensor,
+    gates: Tensor | None,
+    *,
+    keep: bool,
+    active: Tensor | None = None,
 ) -> Tensor:
     """delta_recurrent of checked operands; without `keep` the state does not change. Fills `gates` [B, n, 2, HV]."""
     batch, count, _ = mixed.shape
@@ -257,6 +269,7 @@ def launch_recurrent(
         gate_inputs,
         view(States, state),
         gates,
+        active,
         out,
         *((0, 0, 0) if gates is None else gates.stride()[:3]),
         count,
