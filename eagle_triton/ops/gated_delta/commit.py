@@ -102,15 +102,15 @@ def _commit_states_kernel(
     path_ptr += batch * stride_pb
     taken = tl.minimum(tl.load(accepted_ptr + batch * stride_cb) + 1, steps)
     blocks: tl.constexpr = (SHAPE.V + SHAPE.BLOCK_V - 1) // SHAPE.BLOCK_V
-    if place < SHAPE.HV * blocks:
-        value_head, first = place // blocks, place % blocks * SHAPE.BLOCK_V
-        offsets, inside = state_offsets(value_head, first, SHAPE)
-        state_ptr = states.ptr + (layer * states.layer + batch * states.batch)
-        state = tl.load(state_ptr + offsets, mask=inside, other=0.0)  # while `taken` comes
-        if taken > 0:
+    if taken > 0:
+        if place < SHAPE.HV * blocks:
+            value_head, first = place // blocks, place % blocks * SHAPE.BLOCK_V
+            offsets, inside = state_offsets(value_head, first, SHAPE)
+            state_ptr = states.ptr + (layer * states.layer + batch * states.batch)
             gates_ptr = gates.ptr + (layer * gates.layer + batch * gates.batch + value_head)
             tokens = rows_of(mixed, layer, batch)
             _, k_first, v_first = parts_of_token(value_head, SHAPE)
+            state = tl.load(state_ptr + offsets, mask=inside, other=0.0)
             for step in range(taken):
                 node = tl.load(path_ptr + step).to(tl.int64)
                 g = tl.load(gates_ptr + node * gates.row)
@@ -118,8 +118,7 @@ def _commit_states_kernel(
                 token_ptr = tokens.ptr + node * tokens.row
                 state = take_in(state, token_ptr + k_first, token_ptr + v_first, g, beta, first, SHAPE)
             tl.store(state_ptr + offsets, state, mask=inside)
-    else:
-        if taken > 0:
+        else:
             window, first = rows_of(windows, layer, batch), (place - SHAPE.HV * blocks) * BLOCK_C
             move_window(window, rows_of(raw, layer, batch), path_ptr, taken, first, channels, KEPT, BLOCK_W, BLOCK_C)
 
