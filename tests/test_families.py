@@ -940,3 +940,23 @@ def test_a_correction_that_is_a_parameter_may_change_in_place():
                 layer.mlp.gate.e_score_correction_bias.mul_(-3)
         found = generated(model)
     assert torch.equal(found, generated(model))
+
+
+def test_logits_are_scaled_by_what_the_forward_reads():
+    """Granite's mixtures have an attribute of the same name, which their forward does not read."""
+    with skipped_if_unknown():
+        model = tiny_family("granitemoe").to(DEVICE)
+    model.config.logits_scaling, model.logits_scaling = 2.0, 5.0
+    want = generated(model, **WITH_LOGITS, max_new_tokens=1).logits[0]
+    torch.testing.assert_close(first_logits(model), want, atol=1e-4, rtol=1e-4)
+
+
+def test_dropout_modules_in_training_mode_are_refused():
+    with skipped_if_unknown():
+        model = tiny_family("stablelm").to(DEVICE)
+    for layer in model.model.layers:
+        layer.dropout.p = 0.5
+    with optimize_with_triton(model)[1]:
+        model.train()
+        with pytest.raises(RuntimeError, match=r"layers\.0\.dropout is in training mode with p"):
+            generated(model)

@@ -135,8 +135,12 @@ MAMBA_REFUSED = {
         model.model.layers[0].mamba, "A_log", nn.Parameter(torch.zeros(4)))),
     r"mamba\.layer_idx must be 0, got 1": ("bamba", lambda model: setattr(
         model.model.layers[0].mamba, "layer_idx", 1)),
+    r"layers\.0\.has_experts must be True": ("granitemoehybrid", lambda model: setattr(
+        model.model.layers[0], "has_experts", False)),
+    r"rotary_emb must be Module, got NoneType": ("bamba", lambda model: setattr(model.model, "rotary_emb", None)),
     "layers.0 has an MLP, and must follow a block with attention or Mamba-2": ("nemotron_h", lambda model: (
-        model.config.layer_types.__setitem__(0, "mlp"), model.model.layers.__setitem__(0, model.model.layers[1]))),
+        setattr(model.config, "layer_types", ["mlp", *model.config.layer_types[1:]]),
+        model.model.layers.__setitem__(0, model.model.layers[1]))),
 }  # fmt: skip
 
 
@@ -157,3 +161,41 @@ def test_what_they_cannot_do_is_refused():
         read_causal_lm(biased)
     with pytest.raises(UnsupportedModelError, match=r"layers \[0, 2, 3\] are recurrent"):
         optimize_with_triton(model, model, TritonConfig(topk=2, num_steps=2))
+
+
+@torch.no_grad()
+def test_a_norm_with_weights_of_zero_is_read():
+    """In whole rows, though its module has groups: its weights are filled later."""
+    with skipped_if_unknown():
+        model = tiny_family("nemotron_h").to(DEVICE)
+    norms = [layer.mixer.norm for layer in model.model.layers if hasattr(layer.mixer, "A_log")]
+    stored = [norm.weight.clone() for norm in norms]
+    for norm in norms:
+        norm.group_size = norm.weight.numel()
+        norm.weight.zero_()
+    prompt, options = torch.arange(2, 20, device=DEVICE)[None], dict(max_new_tokens=NEW, do_sample=False)
+    with optimize_with_triton(model)[1]:
+        model.generate(prompt, **options)
+        for norm, weight in zip(norms, stored, strict=True):
+            norm.weight.copy_(weight)
+        found = model.generate(prompt, **options)
+    assert torch.equal(found, model.generate(prompt, **options))
+
+
+def test_a_projection_of_another_class_is_called():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 1.5 * super().forward(x)
+
+    with skipped_if_unknown():
+        model = tiny_family("granitemoehybrid").to(DEVICE)
+    mlp = model.model.layers[0].shared_mlp
+    for name in ("input_linear", "output_linear"):
+        old = getattr(mlp, name)
+        new = Scaled(old.in_features, old.out_features, bias=False, device=DEVICE)
+        new.weight = old.weight
+        setattr(mlp, name, new)
+    prompt, options = torch.arange(2, 20, device=DEVICE)[None], dict(max_new_tokens=NEW, do_sample=False)
+    want = model.generate(prompt, **options)
+    with optimize_with_triton(model)[1] as originals:
+        assert torch.equal(model.generate(prompt, **options), want) and "projections" in str(originals)

@@ -274,6 +274,13 @@ def _check_shared_experts(view: ModelView, where: str) -> None:
             )
 
 
+def _check_flag(read: ModuleReader, name: str, expected: object) -> None:
+    """Raise UnsupportedModelError if a layer has a flag of another value than its modules and configuration say."""
+    found = getattr(read.module, name, expected)
+    if found != expected and (isinstance(found, bool) or found in (*LAYER_TYPES, *MLP_BLOCKS)):
+        raise UnknownLayerError(f"{read.path}.{name} must be {expected!r}, as the layer was made, got {found!r}")
+
+
 class LayerReader:
     """Reads the layers of a body."""
 
@@ -284,7 +291,8 @@ class LayerReader:
         self._body, self._dtype, self._config, self._sources = body, body.dtype, config, sources
         self._family = FAMILIES[config.model_type]
         name = self._family.rotary
-        missing = name is None or getattr(body.module, name, body) is None
+        optional = getattr(config, "position_embedding_type", "rope") != "rope"  # Granite 4's
+        missing = name is None or (optional and getattr(body.module, name, body) is None)
         self._rotary = None if name is None or missing else body.at(name)
         self._local_rotary = getattr(body.module, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
         self._rotaries: dict[tuple[str | None, float | None], Rotary] = {}  # by kind of layer and theta
@@ -298,6 +306,7 @@ class LayerReader:
         assert input_norm is not None and post_norm is not None
         for index in range(count):
             read = self._body.at(f"layers.{index}")
+            _check_flag(read, "block_type", self._config.layer_types[index])
             if self._config.layer_types[index] not in MLP_BLOCKS:
                 found.append(Layer(read.norm(input_norm), self._mixer(read, index), None, None))
             elif found and found[-1].mlp is None:
@@ -340,6 +349,8 @@ class LayerReader:
         family, mlp = self._family, read.value(self._family.mlp, nn.Module)
         if is_mixture(mlp):
             return mixture(family.mlp)
+        if family.experts is not None:
+            _check_flag(read, "has_experts", read.value(family.experts) is not None)
         if family.experts is None or read.value(family.experts) is None:
             return read.mlp(family.mlp, family)
         return with_shared(mixture(family.experts), read.mlp(family.mlp, family), mlp)

@@ -460,10 +460,10 @@ def logit_scales(model: Any) -> tuple[float, float]:
     """The numbers that a target's logits are multiplied and divided by."""
     config = text_config(model.config)
     family = FAMILIES[config.model_type]
-    names = family.logit_factor, family.logit_divisor
-    found = [name and getattr(model if hasattr(model, name) else config, name) for name in names]
-    factor, divisor = (1.0 if value is None else float(value) for value in found)
-    return factor, divisor
+    name = family.logit_factor
+    factor = name and getattr(model if hasattr(model, name) else config, name)
+    divisor = family.logit_divisor and getattr(config, family.logit_divisor)  # Granite's forward reads no other
+    return 1.0 if factor is None else float(factor), 1.0 if divisor is None else float(divisor)
 
 
 def expected_families() -> str:

@@ -165,7 +165,13 @@ class ModelWatch:
         owners = [part for part in self._read if part.config is not None]
         configs = {id(part.config): (f"{part.path}.config", part.config) for part in reversed(owners)}
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
-        self._with_dropout = [(part, name) for part in self._read for name in DROPOUTS if part.constants.get(name)]
+        rates = [("p",) if isinstance(part.module, nn.Dropout) else DROPOUTS for part in self._read]
+        self._with_dropout = [
+            (part, name)
+            for part, names in zip(self._read, rates, strict=True)
+            for name in names
+            if part.constants.get(name)
+        ]
         self._fast_facts = _FastFacts(self._read, [module for _, module in self._called])
         self._optimizer_steps, self._stop_counting = _count_optimizer_steps(self)
         self._as_read = self._facts()

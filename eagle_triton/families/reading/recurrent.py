@@ -76,7 +76,7 @@ def read_mamba2(read: ModuleReader) -> Mamba2:
     conv, bias = _read_taps(read, "conv1d", channels, bias=True)
     projection = _projection(read, "in_proj", values + channels + heads)
     if projection.bias is not None:
-        raise UnknownLayerError(f"{read.path}.in_proj must not have a bias (mamba_proj_bias)")
+        raise UnknownLayerError(f"{read.path}.in_proj must not have a bias (mamba_proj_bias, in Nemotron-H use_bias)")
     norm, parts = _read_gated_norm(read.at("norm"), values, groups)
     return Mamba2(
         input=projection,
@@ -138,10 +138,12 @@ def _read_gated_norm(read: ModuleReader, size: int, groups: int = 0) -> tuple[No
     if eps is not None and tuple(weight.shape) == (size,):
         row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
         gate = row.flip(1).contiguous()
-        gated, found = torch.nn.functional.silu(gate.float()), layer(row, gate).float()
+        probe = torch.linspace(0.5, 1.5, size, dtype=torch.float32, device=weight.device).to(weight.dtype)
+        found = torch.func.functional_call(layer, {"weight": probe}, (row, gate)).float()  # its own may be tiny
+        gated = torch.nn.functional.silu(gate.float())
         for parts in (groups, 1) if groups else (1,):
             rows = (row.float() * gated if groups else row.float()).view(parts, -1)
-            expected = torch.nn.functional.rms_norm(rows, rows.shape[1:], eps=eps).view(1, size) * weight.float()
+            expected = torch.nn.functional.rms_norm(rows, rows.shape[1:], eps=eps).view(1, size) * probe.float()
             expected = expected if groups else expected * gated
             if torch.allclose(found, expected, rtol=0.05, atol=1e-3, equal_nan=True):
                 return Norm(weight, eps), parts
