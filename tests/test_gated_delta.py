@@ -674,7 +674,34 @@ def test_chunks_of_mamba_are_their_tokens(device, module, count, limit):
 
 
 @BOTH
-def test_pieces_of_mamba_are_their_prompt(device, module):
+@pytest.mark.parametrize("count", [3, 130])
+def test_limits_of_mamba_are_for_the_first_tokens(device, module, count):
+    """As if these and the others were read one after the other."""
+    limit, first = (0.4, 0.9), count // 2
+    operands = mamba_operands("delta_chunk", device=device, count=count, heads=1)
+    limited = torch.tensor([first, 0], dtype=torch.int32, device=device)
+    for name in ("delta_chunk", "delta_recurrent"):
+        whole, parts = copied(operands), copied(operands)
+        found = getattr(module, name)(**whole, dt_limit=limit, limited=limited)
+        states, outputs = [parts["state"][:1].clone(), parts["state"][1:].clone()], []
+        for sequence, cuts in (
+            (0, ((0, first, limit), (first, count, (0.0, math.inf)))),
+            (1, ((0, count, (0.0, math.inf)),)),
+        ):
+            for start, end, own in cuts:
+                one = part_of(parts | dict(b=parts["a"]), start, end) | dict(b=None)
+                one |= {name: one[name][sequence : sequence + 1] for name in ("mixed", "a")} | dict(
+                    state=states[sequence]
+                )
+                outputs.append((sequence, start, reference.delta_recurrent(**one, dt_limit=own)))
+        for sequence, start, out in outputs:
+            assert_near(found[sequence : sequence + 1, start : start + out.shape[1]], out, 4e-6)
+        assert_near(whole["state"], torch.cat(states), 4e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("limited", [None, (9, 20, 3)])
+def test_pieces_of_mamba_are_their_prompt(device, module, limited):
     """Two prompts in three pieces; the first prompt finds no memory in its slot."""
     columns = [(1, 0, 20), (0, 40, 20), (0, 60, 7)]
     pieces = PromptPieces(*torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous())

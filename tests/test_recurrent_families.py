@@ -199,3 +199,16 @@ def test_a_projection_of_another_class_is_called():
     want = model.generate(prompt, **options)
     with optimize_with_triton(model)[1] as originals:
         assert torch.equal(model.generate(prompt, **options), want) and "projections" in str(originals)
+
+
+def test_output_that_is_read_again_after_a_pause_is_no_prompt():
+    """Mamba-2's limits count in prompts only."""
+    with skipped_if_unknown():
+        model = tiny_family("bamba", max_position_embeddings=2048, vocab_size=64, time_step_limit=(0.4, 0.7)).to(DEVICE)
+    source = torch.Generator().manual_seed(5)
+    rows = [torch.randint(1, 64, (length,), generator=source).to(DEVICE) for length in (300, 200, 120, 60, 90)]
+    options = dict(max_new_tokens=90, do_sample=False)
+    want = [model.generate(row[None], attention_mask=torch.ones_like(row)[None], **options)[0] for row in rows]
+    engine = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4, fallback=False, cache_tokens=896))
+    tokens, stats = engine.generate(rows, 90)
+    assert sum(one.pauses for one in stats.completions) and all(map(torch.equal, tokens, want))

@@ -120,15 +120,17 @@ class Prefill:
         self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._rehearsed: set[bool] = set()  # True: with a draft, False: without
 
-    def write(self, prompts: Mapping[int, Tensor]) -> None:
+    def write(self, prompts: Mapping[int, Tensor], own: Sequence[int] | None = None) -> None:
         """Write tokens and lengths of prompts [L] int64 on the host to their slots. Steps of other slots write after
-        them from now on."""
+        them from now on. own: how many of the tokens are the prompt itself, and not output before a pause; None: all.
+        """
         sequences = self.sequences
         lengths = [len(prompt) for prompt in prompts.values()]
         rows = to_device(pad_sequence(list(prompts.values()), batch_first=True), sequences.device)
         slots = upload(list(prompts), torch.int64, sequences.device)
         sequences.tokens[slots, : rows.shape[1]] = rows
         sequences.lengths[slots] = upload(lengths, torch.int32, sequences.device)
+        sequences.prompt_lengths[slots] = upload(lengths if own is None else own, torch.int32, sequences.device)
 
     def new_scores(self, length: int) -> Tensor:
         """Room for `score_rows` of a prompt of `length` tokens."""
@@ -305,7 +307,11 @@ def read_pieces(
     else:  # an embedding table with a row for each position
         view, tokens = replace(view, embedding=embeddings), pieces.columns(sequences.lengths)
     caches = sequences.caches.of_pieces(pieces, sequences.lengths)
-    rows = NewRows(pieces.seen, pieces.starts, span=pieces.span)
+    prompt = None
+    if view.reads_prompts_apart:
+        lengths = sequences.prompt_lengths
+        prompt = (lengths if pieces.slots is None else lengths[pieces.slots.long()]) - pieces.starts
+    rows = NewRows(pieces.seen, pieces.starts, span=pieces.span, prompt=prompt)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:
         draft.read_prompt(ops, sequences, pieces, features)

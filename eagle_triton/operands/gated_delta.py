@@ -127,9 +127,10 @@ def check_delta(
     pieces: PromptPieces | None = None,
     skip: Tensor | None = None,
     active: Tensor | None = None,
+    limited: Tensor | None = None,
 ) -> None:
-    if skip is not None and b is not None:
-        raise ValueError(f"{name}: only Mamba-2, which has no b, has a skip")
+    if b is not None and not (skip is None and limited is None):
+        raise ValueError(f"{name}: only Mamba-2, which has no b, has skip and limited")
     sizes = check_tensors(name, {"a": (a, "B n>0 H R", mixed.dtype)}, device=mixed.device)
     tensors = {
         "b": (b, "B n H R", mixed.dtype),
@@ -138,6 +139,7 @@ def check_delta(
         "A_log": (A_log, "HV", FLOATS),
         "dt_bias": (dt_bias, "HV", FLOATS),
         "skip": (skip, "HV", FLOATS),
+        "limited": (limited, "B, contiguous", torch.int32),
         "active": (active, "B, contiguous", torch.bool),
         **_fields(pieces),
     }

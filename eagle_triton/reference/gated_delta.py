@@ -190,6 +190,7 @@ def delta_chunk(
     *,
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
+    limited: Tensor | None = None,
 ) -> Tensor:
     """`delta_recurrent` in chunks of 64 tokens: each chunk is computed as a tree that is a chain, then the state is
     updated.
@@ -197,21 +198,25 @@ def delta_chunk(
     pieces: the B rows are pieces of prompts in some slots, and `state` [slots, HV, K, V] has all slots. Each piece is a
     chunk of at most 64 tokens.
     """
-    operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces, skip)
+    operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces, skip, limited=limited)
     if pieces is not None:
 
         def read(mixed: Tensor, a: Tensor, *others: Tensor) -> Tensor:
             own_b = None if b is None else others[0]
-            return delta_chunk(mixed, a, own_b, A_log, dt_bias, others[-1], skip=skip, dt_limit=dt_limit)
+            own = None if limited is None else others[0].sum(1, dtype=torch.int32)  # the first of the sequence's tokens
+            return delta_chunk(mixed, a, own_b, A_log, dt_bias, others[-1], skip=skip, dt_limit=dt_limit, limited=own)
 
         out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        return _by_sequence(pieces, out, state, (mixed, a) if b is None else (mixed, a, b), read)
+        further = [] if b is None else [b]
+        if limited is not None:
+            further.append((torch.arange(mixed.shape[1], device=mixed.device) < limited[:, None]).int())
+        return _by_sequence(pieces, out, state, (mixed, a, *further), read)
     outputs = []
     for first in range(0, mixed.shape[1], MAX_NODES):
         part = slice(first, first + MAX_NODES)
         q, k, v = _heads(mixed[:, part], state, b is not None)
-        own_b = None if b is None else b[:, part]
-        g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], own_b, A_log, dt_bias, dt_limit))
+        own_b, own = None if b is None else b[:, part], None if limited is None else limited - first
+        g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], own_b, A_log, dt_bias, dt_limit, own))
         total = g.double().cumsum(-1)
         seen = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).tril()
         chunk, update = _outputs(q, k, v, beta, total, seen, state, b is not None)
@@ -248,15 +253,19 @@ def delta_recurrent(
     active: Tensor | None = None,
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
+    limited: Tensor | None = None,
 ) -> Tensor:
     """Outputs [B, n, HV, V] of consecutive tokens; `state` is updated in place, token by token, with `active` [B] bool
     only that of active sequences.
 
-    A_log, dt_bias, skip [HV]. Raises ValueError if shapes, dtypes or devices do not fit.
+    A_log, dt_bias, skip [HV]. limited [B] int32: dt_limit is only for so many tokens of each sequence; None: for all.
+    Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip, active=active)
+    operands.check_delta(
+        "delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip, active=active, limited=limited
+    )
     q, k, v = _heads(mixed, state, b is not None)
-    g, beta = gating(a, b, A_log, dt_bias, dt_limit)
+    g, beta = gating(a, b, A_log, dt_bias, dt_limit, limited)
     outputs, after = [], state
     for token in range(mixed.shape[1]):
         after = _next_state(after, k[:, :, token], v[:, :, token], g[:, token], beta[:, token], b is not None)
@@ -327,13 +336,22 @@ def commit_windows(windows: Tensor, raw: Tensor, path: Tensor, accepted: Tensor)
 
 
 def gating(
-    a: Tensor, b: Tensor | None, A_log: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float] = (0.0, math.inf)
+    a: Tensor,
+    b: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    limited: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b) rounded to b's dtype: [B, n, HV] fp32 each. Without
     b the softplus is within dt_limit, and beta is the same."""
     dt = functional.softplus(a.flatten(2).float() + dt_bias.float())
     if b is None:
-        dt = beta = dt.clamp(*dt_limit)
+        within = dt.clamp(*dt_limit)
+        if limited is not None:
+            row = torch.arange(dt.shape[1], device=dt.device)
+            within = torch.where((row < limited[:, None])[..., None], within, dt)
+        dt = beta = within
     else:
         beta = b.flatten(2).sigmoid().float()
     return -A_log.float().exp() * dt, beta

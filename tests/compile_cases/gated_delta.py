@@ -12,6 +12,7 @@ _PIECES = PromptPieces(i32(4), i32(4), i32(4))
 _STATE, _WINDOW = fp32(4, _HV, 128, 128), bf16(4, 3, _CHANNELS)
 _MMA = {"without": ("wgmma",)}  # see dots.py
 _OF_PIECES = _MMA | {"local": {"_delta_chunk_kernel": 8}}  # an address
+_OF_MAMBAS_PIECES = _MMA | {"local": {"_delta_chunk_kernel": 120}}  # a few values that do not fit into registers
 _KINDS = ("sm_90", "sm_100"), ("sm_80",), ("gfx942",)  # GPUs with the same tiles
 
 
@@ -110,6 +111,17 @@ CASES = [
                 options=_MMA,
             ),
             *launches("Mamba's prompts", kernels.delta_chunk, *_mamba(512), **_SKIP, targets=targets, options=_MMA),
+            *launches(
+                "Mamba's pieces",
+                kernels.delta_chunk,
+                *_mamba(64),
+                _PIECES,
+                **_SKIP,
+                dt_limit=(0.001, 1e9),
+                limited=i32(4),
+                targets=targets,
+                options=_OF_MAMBAS_PIECES,
+            ),
         )
     ),
     *launches("Mamba's tokens", kernels.delta_recurrent, *_mamba(1), **_SKIP),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,10 +48,14 @@ class Mamba2(Mixer):
     heads: int
     state_dim: int
     head_dim: int
-    dt_limit: tuple[float, float] = (0.0, math.inf)  # in causal forwards only, as in transformers
+    dt_limit: tuple[float, float] = (0.0, math.inf)  # of a prompt's own rows only, as in transformers
 
     max_nodes: ClassVar[int | None] = MAX_NODES
     reads_pieces: ClassVar[bool] = True
+
+    @property
+    def reads_prompts_apart(self) -> bool:
+        return self.dt_limit != (0.0, math.inf)
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
@@ -80,10 +84,11 @@ class Mamba2(Mixer):
             mixed = ops.causal_conv(
                 channels, None, None, self.conv, cache.window, bias=self.conv_bias, pieces=cache.pieces
             )
+            options: dict[str, Any] = dict(skip=self.D, dt_limit=self.dt_limit, limited=rows.prompt)
             if cache.pieces is None and mixed.shape[1] <= RECURRENT_TOKENS:
-                out = ops.delta_recurrent(mixed, *steps, cache.state, skip=self.D, dt_limit=self.dt_limit)
+                out = ops.delta_recurrent(mixed, *steps, cache.state, **options)
             else:
-                out = ops.delta_chunk(mixed, *steps, cache.state, cache.pieces, skip=self.D, dt_limit=self.dt_limit)
+                out = ops.delta_chunk(mixed, *steps, cache.state, cache.pieces, **options)
         else:
             assert cache.pending is not None, "a forward over trees needs pending tensors"
             raw, mixed, gates = cache.pending

@@ -50,6 +50,7 @@ class NewRows(NamedTuple):
     depth: int = 0  # of a tree: the most levels below the root
     skip: int = 0  # cache rows between `first` and the new rows: the tree's upper levels
     span: PromptSpan | None = None  # see PromptChunks
+    prompt: Tensor | None = None  # [B] int32: how many of the first rows are the prompt's own; None: all
     active: Tensor | None = None  # [B] bool: of a tree that is only a root, the sequences that commit it for sure
 
     @property
@@ -161,6 +162,12 @@ class Mixer(ABC):
     def reads_layer(self) -> int | None:
         """The layer that owns the cache it reads; None: it has its own."""
         return None
+
+    @property
+    def reads_prompts_apart(self) -> bool:
+        """Whether a causal forward must know which rows are the prompt's own, and which are output that is read again
+        after a pause: see `NewRows.prompt`."""
+        return False
 
     @property
     def input_format(self) -> RowFormat | None:

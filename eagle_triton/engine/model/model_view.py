@@ -147,6 +147,11 @@ class ModelView:
         return all(layer.mixer.reads_pieces for layer in self.layers)
 
     @property
+    def reads_prompts_apart(self) -> bool:
+        """See `Mixer.reads_prompts_apart`."""
+        return any(layer.mixer.reads_prompts_apart for layer in self.layers)
+
+    @property
     def by_token(self) -> bool:
         """Whether each token has its own rows in the caches, which prompts with the same beginning may share."""
         return all(layer.mixer.by_token for layer in self.layers)

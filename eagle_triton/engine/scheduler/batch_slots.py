@@ -187,7 +187,7 @@ class BatchSlots:
         prompts = {slot: entry.prompt for slot, entry in entering.items()}
         for run in slices_of(entering):
             self.sequences.clear(run)
-        self._prefill.write(prompts)
+        self._prefill.write(prompts, [len(entry.request.prompt) for entry in entering.values()])
         rehearsal = functools.partial(self._prefill.rehearse, prompts, self.planner.draft, self.state, mode)
         self.engine.compile_ahead(self.state, mode, rehearsal)
         if self.planner.only_plain_steps:

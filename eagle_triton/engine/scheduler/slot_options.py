@@ -16,14 +16,12 @@ from eagle_triton.operands.logit_processing import LogitRules
 
 
 def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -> None:
-    """Write the sampling and stop options of requests in some slots, the lengths of their prompts, and the positions of
-    their random numbers."""
+    """Write the sampling and stop options of requests in some slots, and the positions of their random numbers."""
     stops, requests = sequences.stops, [entry.request for entry in entries.values()]
     slots = upload(list(entries), torch.int64, sequences.device)
     SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)
     width = stops.ids.shape[1]
     columns: list[tuple[Tensor, list[Any]]] = [
-        (sequences.prompt_lengths, [len(request.prompt) for request in requests]),
         (stops.ids, [[*sorted(request.stop_ids), *[-1] * (width - len(request.stop_ids))] for request in requests]),
         (stops.limit, [len(request.prompt) + request.max_new_tokens for request in requests]),
         (stops.exact, [request.exact for request in requests]),

@@ -59,8 +59,8 @@ class HeadValues(NamedTuple):
 
 
 class GateInputs(NamedTuple):
-    """The operands of g and beta. Without b: steps from `least_dt` to `most_dt`, and a factor `skip` [HV] for values in
-    the output, if there is one."""
+    """The operands of g and beta. Without b: steps from `least_dt` to `most_dt` in the first `limited` [B] rows, or in
+    all, and perhaps a factor `skip` [HV] for values in the output."""
 
     a: HeadValues
     b: HeadValues | None
@@ -69,6 +69,7 @@ class GateInputs(NamedTuple):
     skip: Tensor | None
     least_dt: float | None
     most_dt: float | None
+    limited: Tensor | None
 
     @staticmethod
     def of(
@@ -78,9 +79,10 @@ class GateInputs(NamedTuple):
         dt_bias: Tensor,
         skip: Tensor | None = None,
         dt_limit: tuple[float, float] = (0.0, math.inf),
+        limited: Tensor | None = None,
     ) -> GateInputs:
-        limits = (None, None) if b is not None else dt_limit
-        return GateInputs(view(HeadValues, a), view(HeadValues, b), A_log, dt_bias, skip, *limits)
+        least, most = (None, None) if b is not None else dt_limit
+        return GateInputs(view(HeadValues, a), view(HeadValues, b), A_log, dt_bias, skip, least, most, limited)
 
 
 class States(NamedTuple):
@@ -98,7 +100,7 @@ def value_row(values, batch, value_head, SHARED: tl.constexpr):
 
 
 @triton.jit
-def gating(gate_inputs, a, b, A_log, dt_bias):
+def gating(gate_inputs, batch, rows, a, b, A_log, dt_bias):
     """g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), rounded to b's dtype; without b beta is dt, the
     softplus within its limits, and g = -exp(A_log) dt."""
     x = a.to(tl.float32) + dt_bias
@@ -107,7 +109,10 @@ def gating(gate_inputs, a, b, A_log, dt_bias):
     small = tl.where(one == 1.0, grown, tl.log(one) * (grown / tl.where(one == 1.0, 1.0, one - 1.0)))  # log1p
     dt = tl.where(x > 20.0, x, small)
     if b is None:
-        dt = tl.minimum(tl.maximum(dt, gate_inputs.least_dt), gate_inputs.most_dt)
+        within = tl.minimum(tl.maximum(dt, gate_inputs.least_dt), gate_inputs.most_dt)
+        if gate_inputs.limited is not None:
+            within = tl.where(rows < tl.load(gate_inputs.limited + batch), within, dt)
+        dt = within
         beta = dt
     else:
         beta = rounded(1.0 / (1.0 + tl.exp(-b.to(tl.float32))), b.dtype)
@@ -203,7 +208,7 @@ def _delta_recurrent_kernel(
         b = None
         if SHAPE.DELTA:
             b = tl.load(b_row.ptr + token * b_row.item)
-        g, beta = gating(gate_inputs, tl.load(a_row.ptr + token * a_row.item), b, A_log, dt_bias)
+        g, beta = gating(gate_inputs, batch, step, tl.load(a_row.ptr + token * a_row.item), b, A_log, dt_bias)
         state = take_in(state, tokens + k_first, tokens + v_first, g, beta, first, SHAPE)
         q = tl.load(tokens + q_first + row, mask=row < SHAPE.K, other=0.0).to(tl.float32)
         q = (q * inverse_length(q, 0, SHAPE) * scale)[:, None]
@@ -235,15 +240,16 @@ def delta_recurrent(
     active: Tensor | None = None,
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
+    limited: Tensor | None = None,
 ) -> Tensor:
     """Outputs of tokens that `state` takes in one by one, in place; see reference.gated_delta.delta_recurrent.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip, active=active)
+    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip, active=active, limited=limited)
     check_rows_contiguous("delta_recurrent", mixed=mixed, A_log=A_log, dt_bias=dt_bias, skip=skip)
     check_heads_contiguous("delta_recurrent", "state", state)
-    gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip, dt_limit)
+    gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip, dt_limit, limited)
     return launch_recurrent(mixed, gate_inputs, a.shape[2], state, None, keep=True, active=active)
 
 

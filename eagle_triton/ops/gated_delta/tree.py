@@ -69,6 +69,8 @@ def load_gates(gate_inputs, batch, rows, row_ok, value_head, SHARED: tl.constexp
         b = tl.load(b_row.ptr + rows * b_row.item, mask=ok, other=0.0)
     g, beta = gating(
         gate_inputs,
+        batch,
+        rows,
         tl.load(a_row.ptr + rows * a_row.item, mask=ok, other=0.0),
         b,
         tl.load(gate_inputs.A_log + value_head).to(tl.float32),
