@@ -1083,7 +1083,7 @@ def test_kernels_sum_over_a_state_in_one_order():
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     kernels, layouts = zip(*(line.split(": ", 1) for line in result.stdout.splitlines()), strict=True)
-    assert len(kernels) == 4 and all("128x32xf32" in layout for layout in layouts), result.stdout
+    assert len(kernels) == 5 and all("128x32xf32" in layout for layout in layouts), result.stdout
     of_states = [re.findall(r"128x32xf32 [^>]+>", layout) for layout in layouts]
     assert all(found == of_states[0] for found in of_states), result.stdout
 

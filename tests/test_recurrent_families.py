@@ -100,14 +100,14 @@ CHANGES = {
 def test_a_change_of_mamba_after_optimising_is_named(name):
     with skipped_if_unknown():
         model = tiny_family("granitemoehybrid").to(DEVICE)
-    mamba = model.model.layers[1].mamba
+    mamba = model.model.layers[2].mamba
     if name == "group_size" and not hasattr(mamba.norm, name):
         pytest.skip("norms whole rows here")
     prompt = torch.arange(2, 20, device=DEVICE)[None]
     with optimize_with_triton(model)[1]:
         model.generate(prompt, max_new_tokens=2, do_sample=False)
         CHANGES[name](mamba)
-        with pytest.raises(RuntimeError, match=rf"layers\.1\.mamba.*{name.split('.')[-1]}"):
+        with pytest.raises(RuntimeError, match=rf"layers\.2\.mamba.*{name.split('.')[-1]}"):
             model.generate(prompt, max_new_tokens=2, do_sample=False)
 
 

@@ -44,7 +44,7 @@ LATENT_EXPERTS = dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_repl
     routed_scaling_factor=1.5, norm_topk_prob=True, num_experts_per_tok=3, moe_intermediate_size=32)  # fmt: skip
 
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_expand=2, mamba_chunk_size=16,
-    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"])  # fmt: skip
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"])  # fmt: skip
 LFM = dict(conv_L_cache=3, layer_types=["conv", "full_attention", "conv", "conv"])
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -146,7 +146,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=48,
         layers_block_type=["linear_attention", "moe", "full_attention", "moe"])),
-    "bamba": ("bamba", dict(attn_layer_indices=[2], **{k: v for k, v in MAMBA.items() if k != "layer_types"})),
+    "bamba": ("bamba", dict(attn_layer_indices=[1], **{k: v for k, v in MAMBA.items() if k != "layer_types"})),
     "gpt_oss": ("gpt_oss", dict(num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         **YARN, "truncate": False}, **SLIDING)),
 }  # fmt: skip

@@ -44,6 +44,7 @@ class DeltaMemory(NamedTuple):
 class GatedDeltaCache(RecurrentCache):
     """States [L, B, HV, K, V] float32 and windows [L, B, W - 1, C] of layers of one shape."""
 
+    commits_roots: ClassVar[bool] = True
     delta_rule: ClassVar[bool] = True
 
     @property

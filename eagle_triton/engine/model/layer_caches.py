@@ -46,8 +46,8 @@ class LayerCaches:
         return len(self._place)
 
     def new_pending(self, nodes: int, committed: bool = False) -> tuple[Any, ...]:
-        """The argument `pending` of `layer` and `commit`. committed: recurrent layers commit their rows as they run."""
-        return tuple(None if committed else cache.new_pending(nodes) for cache in self.caches)
+        """The argument `pending` of `layer` and `commit`. committed: layers that can commit their rows as they run."""
+        return tuple(None if committed and cache.commits_roots else cache.new_pending(nodes) for cache in self.caches)
 
     def layer(self, index: int, pending: tuple[Any, ...] | None = None) -> Any:
         kind, place = self._place[index]

@@ -79,6 +79,8 @@ def rows_at(x: Tensor, places: Tensor) -> Tensor:
 class MixerCache(ABC):
     """The memory of layers of one kind and shape for each slot's sequence. Its tensors do not move between steps."""
 
+    commits_roots: ClassVar[bool] = False  # whether its layers commit trees that are only a root: see `NewRows.active`
+
     def new_pending(self, nodes: int) -> Any:
         """Tensors for the rows of trees of `nodes` nodes; None: a forward writes them into the cache."""
         return None

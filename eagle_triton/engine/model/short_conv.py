@@ -32,6 +32,8 @@ class ConvMemory(NamedTuple):
 class ShortConvCache(RecurrentCache):
     """Windows [L, B, W - 1, H] of layers of one shape."""
 
+    commits_roots: ClassVar[bool] = True
+
     def new_pending(self, nodes: int) -> Tensor:
         layers, batch, _, channels = self.memory[0].shape
         return self.memory[0].new_empty(layers, batch, nodes, channels)
