@@ -18,7 +18,19 @@ import torch
 import transformers
 
 from eagle_triton import EaModel, optimize_with_triton
-from eagle_triton.benchmarks import batches, drafters, egag, generate, models, operations, prefill, serve, step, timing
+from eagle_triton.benchmarks import (
+    batches,
+    drafters,
+    egag,
+    generate,
+    models,
+    mtp,
+    operations,
+    prefill,
+    serve,
+    step,
+    timing,
+)
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import fix_acceptance, launch_scheduled_path, scheduled_path
 from eagle_triton.benchmarks.cases.case import Case, Provider
@@ -668,3 +680,11 @@ def test_bars_are_whole_and_places_in_a_draft_are_whole_numbers(tmp_path, monkey
     tau, _, places = figures[0].axes
     assert all(tick == int(tick) for tick in places.get_xticks())
     assert [bar.get_height() for bar in tau.patches] == [1.5] and tau.get_ylim()[0] == 0 and tau.get_ylim()[1] > 1.5
+
+
+def test_trees_of_a_target_without_drafts_are_refused_before_it_is_made(monkeypatch, capsys):
+    monkeypatch.setattr(mtp, "random_hybrid", lambda *_: pytest.fail("made"))
+    arguments = ["mtp", "--hybrid", "nemotron-3-nano", "--tree", "chain-4", "--device", "cpu"]
+    with pytest.raises(SystemExit):
+        benchmark.main(arguments)
+    assert "--tree must be plain with --hybrid nemotron-3-nano" in capsys.readouterr().err

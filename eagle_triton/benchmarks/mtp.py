@@ -51,10 +51,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         raise ValueError(
             "--max-length must come with --hybrid demo-gdn: with random weights, the number of steps is fixed"
         )
-    model, head = random_hybrid(args.hybrid, args.device, dtype)
-    trees = args.tree or (TREES if head is not None else ["plain"])
-    if head is None and [*trees] != ["plain"]:
+    drafts = "model_type" not in HYBRIDS[args.hybrid]
+    trees = args.tree or (TREES if drafts else ["plain"])
+    if not drafts and [*trees] != ["plain"]:
         raise ValueError(f"--tree must be plain with --hybrid {args.hybrid}, which has no layer that drafts")
+    model, head = random_hybrid(args.hybrid, args.device, dtype)
     vocabulary = None if head is None else min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
     engine = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
     view = engine.view

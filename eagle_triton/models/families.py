@@ -56,7 +56,7 @@ class Family:
     """Attention's output projection."""
     attention: str = "self_attn"
     rotary: str | None = "rotary_emb"
-    """If a model has no such module, nothing rotates."""
+    """None: nothing rotates."""
     embedding: str = "embed_tokens"
     last_norm: str = "norm"
     single_blocks: bool = False

@@ -258,7 +258,7 @@ def delta_recurrent(
     """Outputs [B, n, HV, V] of consecutive tokens; `state` is updated in place, token by token, with `active` [B] bool
     only that of active sequences.
 
-    A_log, dt_bias, skip [HV]. limited [B] int32: dt_limit is only for so many tokens of each sequence; None: for all.
+    A_log, dt_bias, skip [HV]. limited [B] int32: dt_limit is for that many first tokens of each row; None: for all.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     operands.check_delta(

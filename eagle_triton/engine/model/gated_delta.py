@@ -8,7 +8,7 @@ token by token, so the state depends on the committed tokens only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.operands.gated_delta import MAX_NODES, PromptPieces
 from eagle_triton.runtime.row_formats import ProductRows, whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 RECURRENT_TOKENS = 16  # up to this many tokens of a prompt are read one by one, more in chunks
 
@@ -46,6 +49,17 @@ class GatedDeltaCache(RecurrentCache):
 
     commits_roots: ClassVar[bool] = True
     delta_rule: ClassVar[bool] = True
+
+    @classmethod
+    def empty(
+        cls, layers: int, slots: int, state: tuple[int, ...], conv: Tensor, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """state: HV, K and V. conv [C, W]: a layer's taps."""
+        channels, taps = conv.shape
+        return cls(
+            torch.zeros(layers, slots, *state, dtype=torch.float32, device=device),
+            torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device),
+        )
 
     @property
     def states(self) -> Tensor:
@@ -101,11 +115,8 @@ class GatedDelta(Mixer):
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> GatedDeltaCache:
         """It uses no pages: the size of a state does not depend on the number of tokens."""
-        state, (channels, taps) = (self.num_v_heads, self.k_dim, self.v_dim), self.conv.shape
-        return GatedDeltaCache(
-            torch.zeros(layers, slots, *state, dtype=torch.float32, device=device),
-            torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device),
-        )
+        state = self.num_v_heads, self.k_dim, self.v_dim
+        return GatedDeltaCache.empty(layers, slots, state, self.conv, dtype, device)
 
     def forward(self, ops: Operations, x: ProductRows, cache: DeltaMemory, rows: NewRows) -> Product:
         x = whole_of(x)

@@ -65,25 +65,20 @@ class Mamba2(Mixer):
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> Mamba2Cache:
         """It uses no pages: the size of a state does not depend on the number of tokens."""
-        state, (channels, taps) = (self.heads, self.state_dim, self.head_dim), self.conv.shape
-        return Mamba2Cache(
-            torch.zeros(layers, slots, *state, dtype=torch.float32, device=device),
-            torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device),
-        )
+        state = self.heads, self.state_dim, self.head_dim
+        return Mamba2Cache.empty(layers, slots, state, self.conv, dtype, device)
 
     def forward(self, ops: Operations, x: ProductRows, cache: DeltaMemory, rows: NewRows) -> Product:
         product = project(ops, self.input, x, rows.tune_for_rows)
         z, mixed, dt = product.split((self.heads * self.head_dim, len(self.conv), self.heads), -1)
-        channels, z = mixed[:, :, None], z.unflatten(-1, (self.norm_parts, -1))
+        z = z.unflatten(-1, (self.norm_parts, -1))
+        inputs = mixed[:, :, None], None, None, self.conv, cache.window
         steps = dt.unflatten(-1, (self.groups, -1)), None, self.A_log, self.dt_bias
         if rows.active is not None:
-            window, active = cache.window, rows.active
-            mixed = ops.causal_conv(channels, None, None, self.conv, window, active=active, bias=self.conv_bias)
-            out = ops.delta_recurrent(mixed, *steps, cache.state, active=active, skip=self.D)
+            mixed = ops.causal_conv(*inputs, active=rows.active, bias=self.conv_bias)
+            out = ops.delta_recurrent(mixed, *steps, cache.state, active=rows.active, skip=self.D)
         elif rows.ancestors is None:
-            mixed = ops.causal_conv(
-                channels, None, None, self.conv, cache.window, bias=self.conv_bias, pieces=cache.pieces
-            )
+            mixed = ops.causal_conv(*inputs, bias=self.conv_bias, pieces=cache.pieces)
             options: dict[str, Any] = dict(skip=self.D, dt_limit=self.dt_limit, limited=rows.prompt)
             if cache.pieces is None and mixed.shape[1] <= RECURRENT_TOKENS:
                 out = ops.delta_recurrent(mixed, *steps, cache.state, **options)
@@ -92,9 +87,8 @@ class Mamba2(Mixer):
         else:
             assert cache.pending is not None, "a forward over trees needs pending tensors"
             raw, mixed, gates = cache.pending
-            window, ancestors = cache.window, rows.ancestors
-            ops.causal_conv(channels, None, None, self.conv, window, ancestors, bias=self.conv_bias, raw=raw, out=mixed)
-            out = ops.delta_tree(mixed, *steps, cache.state, ancestors, rows.depth, gates=gates, skip=self.D)
+            ops.causal_conv(*inputs, rows.ancestors, bias=self.conv_bias, raw=raw, out=mixed)
+            out = ops.delta_tree(mixed, *steps, cache.state, rows.ancestors, rows.depth, gates=gates, skip=self.D)
         normed = ops.gated_norm(
             out.flatten(2).unflatten(-1, (self.norm_parts, -1)), z, self.norm.weight, self.norm.eps, gate_first=True
         )

@@ -170,7 +170,8 @@ class BatchSlots:
             raise
         with self._must_finish():
             shared = {slot: pages.of(slot)[: len(entry.prefix)] for slot, entry in entering.items()}
-            alone = [slot for slot, entry in entering.items() if entry.request.read_alone]
+            apart = self.engine.view.reads_prompts_apart  # so output is not copied from an equal prompt
+            alone = [slot for slot, entry in entering.items() if entry.request.read_alone or (apart and entry.tokens)]
             self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared, alone)
             for slot, entry in entering.items():
                 self.lengths[slot] = len(entry.prompt)

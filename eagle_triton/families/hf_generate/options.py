@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from eagle_triton.families.causal_lm import body_path
+from eagle_triton.models.families import FAMILIES, text_config
 
 CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
 """Whether transformers counts positions on after a prompt. Older versions repeat the last given one, and count those of
@@ -161,7 +162,8 @@ def take_reasons(bound: inspect.BoundArguments, model: Any, methods: dict[str, A
         )
     own = [name for name in methods if now[name] is not methods[name] or (name != "generate" and name in vars(model))]
     reasons += [f"model.{name}, which was replaced after optimising" for name in own]
-    attentions = [layer._modules.get("self_attn") for layer in model.get_submodule(body_path(model)).layers]
+    name = FAMILIES[text_config(model.config).model_type].attention
+    attentions = [layer._modules.get(name) for layer in model.get_submodule(body_path(model)).layers]
     if any(part is not None and part.training and getattr(part, "attention_dropout", 0) for part in attentions):
         reasons.append("attention_dropout of a model in training mode")
     return reasons

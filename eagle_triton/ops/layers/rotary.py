@@ -74,6 +74,7 @@ class Temperature(NamedTuple):
 
 @triton.jit
 def factor_at(position, temperature, DTYPE: tl.constexpr):
+    """What a Temperature multiplies the queries of a position by, rounded to DTYPE."""
     factor = 1.0 + temperature.beta * tl.log(1.0 + (position // temperature.length).to(tl.float32))
     return rounded(factor, DTYPE)
 
