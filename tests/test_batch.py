@@ -711,10 +711,10 @@ def test_what_takes_in_plain_steps_is_made_before_it_is_needed(engine):
     with Batch(engine, 2, PLAIN, 200) as batch:
         batch.admit(Request(prompt(9), 150))
         batch.step()
-        made = engine._steps[batch.state, None]
+        made = engine.steps._kept[batch.state, None]
         batch.admit(Request(prompt(5), 100, stop_ids=frozenset(range(100, 117))))  # more than there was room for
         batch.step()
-        assert engine._steps[batch.state, None] is not made
+        assert engine.steps._kept[batch.state, None] is not made
 
 
 @IN_FLIGHT

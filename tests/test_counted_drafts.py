@@ -69,7 +69,9 @@ def test_output_is_the_targets_own(model, device, options, sampling):
         assert all(torch.equal(row, plain) for row, plain in zip(rows, want, strict=True))
         assert sum(accepted) > len(accepted) / 5, "little was accepted: the test shows little"
     if device == "cuda":
-        assert engine._steps and all(isinstance(step, StepGraph) for step in engine._steps.values()), engine.notes
+        assert engine.steps._kept and all(isinstance(step, StepGraph) for step in engine.steps._kept.values()), (
+            engine.notes
+        )
 
 
 @pytest.mark.parametrize("storage", STORAGES)

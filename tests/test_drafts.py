@@ -103,7 +103,9 @@ def test_a_draft_of_ones_own_decodes_losslessly(model, device, count):
     run(prompts[-1:], engine.draft.read_tree(), limits[-1:])
     assert engine.accept_lengths == accepted, "the last prompt is drafted otherwise when it is alone"
     if cuda:
-        assert engine._steps and all(isinstance(step, StepGraph) for step in engine._steps.values()), engine.notes
+        assert engine.steps._kept and all(isinstance(step, StepGraph) for step in engine.steps._kept.values()), (
+            engine.notes
+        )
 
 
 def test_it_needs_no_catching_up_when_drafting_resumes(model):

@@ -194,21 +194,21 @@ def test_no_memory_for_a_graph_is_said_and_raises_if_strict(monkeypatch):
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("eagle_triton.engine.engine.StepGraph", no_memory)
+    monkeypatch.setattr("eagle_triton.engine.step_cache.StepGraph", no_memory)
     monkeypatch.setattr("eagle_triton.engine.engine.torch.cuda.graph_pool_handle", lambda: None)
     state = Mock(tokens=SimpleNamespace(is_cuda=True))
     for attempt in range(1, 4):
-        assert callable(engine._launchable(state, None, None))
+        assert callable(engine.steps._launchable(state, None, None))
         assert "several times slower" in engine.notes["cuda_graph"] and "no memory" in engine.notes["cuda_graph"]
-        assert engine._is_final((state, None)) == (attempt == 3)
-    engine._failures[state, None] = 1
-    monkeypatch.setattr("eagle_triton.engine.engine.StepGraph", lambda *_, **__: "a graph")
-    assert engine._launchable(state, None, None) == "a graph"  # there was memory again
-    assert engine._is_final((state, None)) and not engine.notes
-    monkeypatch.setattr("eagle_triton.engine.engine.StepGraph", no_memory)
+        assert engine.steps._is_final((state, None)) == (attempt == 3)
+    engine.steps._failures[state, None] = 1
+    monkeypatch.setattr("eagle_triton.engine.step_cache.StepGraph", lambda *_, **__: "a graph")
+    assert engine.steps._launchable(state, None, None) == "a graph"  # there was memory again
+    assert engine.steps._is_final((state, None)) and not engine.notes
+    monkeypatch.setattr("eagle_triton.engine.step_cache.StepGraph", no_memory)
     engine.strict = True
     with pytest.raises(torch.OutOfMemoryError):
-        engine._launchable(state, None, None)
+        engine.steps._launchable(state, None, None)
 
 
 def test_a_graph_keeps_what_its_launches_use_and_shares_no_workspace(monkeypatch):

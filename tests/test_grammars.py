@@ -15,7 +15,6 @@ import torch
 pytest.importorskip("llguidance", reason="it reads grammars")
 
 from eagle_triton import EAGLEConfig, EAGLEInference, Grammar
-from eagle_triton.engine.engine import SplitStep
 from eagle_triton.engine.grammar import DraftTree, GrammarError, compiler_for
 from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -23,6 +22,7 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.state import Tree
+from eagle_triton.engine.step_cache import SplitStep
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.operands.ancestors import ancestor_matrix, pack_ancestors
@@ -193,7 +193,7 @@ def test_the_graphs_of_a_step_give_the_tokens_of_its_launches():
             drawn = {"grammar": GRAMMARS, "temperature": temperature, "seed": 3, "logprobs": True}
             _, results = engine.generate(PROMPTS, 40, **drawn)
             found.append([completion.tokens for completion in results.completions])
-        steps = [step for step in engine.engine._steps.values() if isinstance(step, SplitStep)]
+        steps = [step for step in engine.engine.steps._kept.values() if isinstance(step, SplitStep)]
         parts = [part for step in steps for part in step.parts]
         assert parts and all(isinstance(part, LaunchGraph) == cuda_graph for part in parts)
     assert found[:2] == found[2:]
@@ -491,10 +491,9 @@ def test_preparing_makes_the_steps_with_a_grammar(model, monkeypatch):
     def prepared(eagle, **options):
         made.clear()
         with eagle.session(rows=96, **options) as session:
-            step = session._batch.engine.step
-            monkeypatch.setattr(
-                session._batch.engine, "step", lambda state, mode: made.append((state.batch, mode)) or step(state, mode)
-            )
+            steps = session._batch.engine.steps
+            step = steps.of
+            monkeypatch.setattr(steps, "of", lambda state, mode: made.append((state.batch, mode)) or step(state, mode))
             session.prepare()
             assert session.idle and not session.tokens
         return {(size, mode.sampled) for size, mode in made if mode.masked}

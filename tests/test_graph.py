@@ -97,7 +97,7 @@ def test_other_threads_use_the_device_while_graphs_are_captured():
         thread.join()
     assert not errors, errors
     assert rounds > 10 and not engine.notes
-    assert engine._steps and all(isinstance(step, LaunchGraph) for step in engine._steps.values())
+    assert engine.steps._kept and all(isinstance(step, LaunchGraph) for step in engine.steps._kept.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -147,7 +147,7 @@ def test_what_catches_up_behind_plain_steps_is_one_graph_with_the_same_drafts():
             batch.admit_all(Request(random_prompt(length)[0], 300) for length in (70, 9))
             for _ in range(2 * skipped_features.ROWS + 9):  # caught up with twice, and some steps behind that
                 batch.step()
-            assert isinstance(engine.catch_up(batch.state), LaunchGraph) == cuda_graph
+            assert isinstance(engine.steps.catch_up(batch.state), LaunchGraph) == cuda_graph
             batch.spec = engine.draft.read_tree()
             steps = [batch.step() for _ in range(9)]
         assert "catch_up_graph" not in engine.notes
@@ -330,17 +330,17 @@ def test_after_a_capture_that_fails_others_are_made_in_another_pool():
     """Also where graphs of the first pool are in use."""
     engine = Engine(*native.read(tiny_model(**SMALL).cuda()), make_operations(kernels=True), True)
     ops, stream, numbers = engine.ops, torch.cuda.current_stream(), torch.zeros(4, device="cuda")
-    engine._steps["first"] = LaunchGraph(lambda: numbers.add_(1), ops, engine._pool())
-    failed = engine._pool()
-    assert failed == engine._steps["first"].graph.pool()
+    engine.steps._kept["first"] = LaunchGraph(lambda: numbers.add_(1), ops, engine.steps._pool())
+    failed = engine.steps._pool()
+    assert failed == engine.steps._kept["first"].graph.pool()
     for _ in range(2):
-        pool = engine._pool()
+        pool = engine.steps._pool()
         with pytest.raises(RuntimeError):
             LaunchGraph(lambda: numbers.sum().item(), ops, pool)  # waits for the device
         assert torch.cuda.current_stream() == stream and not takes_captures(pool)
-    engine._steps["second"] = LaunchGraph(lambda: numbers.add_(2), ops, engine._pool())
-    assert engine._pool() == engine._steps["second"].graph.pool() != failed
+    engine.steps._kept["second"] = LaunchGraph(lambda: numbers.add_(2), ops, engine.steps._pool())
+    assert engine.steps._pool() == engine.steps._kept["second"].graph.pool() != failed
     torch.ones(4).pin_memory()
-    for graph in engine._steps.values():
+    for graph in engine.steps._kept.values():
         graph()
     assert numbers.tolist() == [3] * 4

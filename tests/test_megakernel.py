@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton
 from eagle_triton.demo import demo_prompts
-from eagle_triton.engine.engine import Engine, MegakernelError
+from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.megakernel_step import MegakernelStep, unsupported, unsupported_draft
 from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.model.modules import Rotary, project
@@ -20,6 +20,7 @@ from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.step import Mode, verify_and_draft
+from eagle_triton.engine.step_cache import MegakernelError, StepCache
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.operands.verification import TARGET_MATCH, Verification
@@ -152,7 +153,7 @@ def test_optimised_model_decodes_alike(device):
 def test_auto_leaves_it_out_without_a_gpu():
     engine = Engine(*native.read(tiny_model()), make_operations(kernels=True), megakernel=None)
     with Batch.start(engine, [random_prompt(3)[0]], TreeSpec.dynamic(4, 1, 2), SamplingParams(), 20) as batch:
-        assert engine._megakernel_step(batch.state) is None
+        assert engine.steps._megakernel_step(batch.state) is None
 
 
 def test_auto_goes_on_without_it_where_it_does_not_run(monkeypatch):
@@ -163,8 +164,8 @@ def test_auto_goes_on_without_it_where_it_does_not_run(monkeypatch):
     def broken(*_):
         raise RuntimeError("too many resources requested for launch")
 
-    monkeypatch.setattr(Engine, "_megakernel_step", lambda self, state: broken)
-    monkeypatch.setattr("eagle_triton.engine.engine.median_milliseconds", lambda step: step())
+    monkeypatch.setattr(StepCache, "_megakernel_step", lambda self, state: broken)
+    monkeypatch.setattr("eagle_triton.engine.step_cache.median_milliseconds", lambda step: step())
     monkeypatch.setattr("eagle_triton.engine.step.verify_and_draft", _refusing(verify_and_draft, broken))
     with Batch.start(engine, [prompt], spec, SamplingParams(), 20) as batch:
         assert batch.step()[0].tokens and batch.step()[0].tokens

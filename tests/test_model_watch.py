@@ -385,16 +385,16 @@ def test_a_hook_inside_a_called_module_is_run_without_graphs(m):
     engine = Engine(read_causal_lm(model), None, make_operations(), watch=watch)
     engine.cuda_graph = True
     engine.check_model()
-    assert engine._captures and not engine.notes
+    assert engine.steps._captures and not engine.notes
     handle = linear.register_forward_hook(lambda module, inputs, output: output)
     engine.check_model()
-    assert not engine._captures
+    assert not engine.steps._captures
     expected = "model.model.layers.1.mlp.up_proj is called, and has a forward hook inside"
     assert engine.notes["cuda_graph"] == f"not used, which is several times slower: {expected}"
     assert engine.notes["prefixes"].endswith(f"because a module may have changed: {expected}")
     handle.remove()
     engine.check_model()
-    assert engine._captures and not engine.notes
+    assert engine.steps._captures and not engine.notes
     engine.strict = True
     linear.register_forward_hook(lambda module, inputs, output: output)
     with pytest.raises(RuntimeError, match=r"up_proj is called, and has a forward hook inside, which .* strict=True"):

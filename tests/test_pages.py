@@ -534,13 +534,13 @@ def test_a_graph_stays_when_the_cache_grows(dtype, monkeypatch):
             got: dict[int, list[int]] = {}
             batch.enter_all(requests[:1])
             steps_of(batch, got, 2)
-            steps = dict(engine._steps)
+            steps = dict(engine.steps._kept)
             for request in requests[1:]:
                 batch.enter_all([request])
                 steps_of(batch, got, 2)
                 sizes.append(engine.pool.pages)
             steps_to_end(batch, got)
-        assert all(engine._steps[key] is step for key, step in steps.items())
+        assert all(engine.steps._kept[key] is step for key, step in steps.items())
         return [got[slot] for slot in range(4)]
 
     sized, grown = (

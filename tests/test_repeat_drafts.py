@@ -83,7 +83,9 @@ def test_greedy_output_is_the_targets_own(model, plain_rows, device, kind):
     assert all(torch.equal(row, plain) for row, plain in zip(rows, plain_rows, strict=True))
     assert sum(accepted) > len(accepted) / 3, "little was accepted: the test shows little"
     if cuda:
-        assert engine._steps and all(isinstance(step, StepGraph) for step in engine._steps.values()), engine.notes
+        assert engine.steps._kept and all(isinstance(step, StepGraph) for step in engine.steps._kept.values()), (
+            engine.notes
+        )
 
 
 def test_outputs_of_former_requests_are_drafted(model):

@@ -319,7 +319,7 @@ def test_preparing_makes_steps_of_all_sizes_and_is_not_counted(eagle):
     state = torch.random.get_rng_state()
     with eagle.session(slots=6, rows=64) as session:
         made = []
-        session._batch.engine.step = lambda state, mode, step=session._batch.engine.step: (
+        session._batch.engine.steps.of = lambda state, mode, step=session._batch.engine.steps.of: (
             made.append((state.batch, mode.sampled, state.spec)) or step(state, mode)
         )
         session.policy.fallback = True
@@ -338,7 +338,7 @@ def test_preparing_makes_steps_of_all_sizes_and_is_not_counted(eagle):
             with pytest.raises((ValueError, TypeError), match="^most must be"):
                 session.prepare(most)
         assert len(finish(session)[0].tokens) == 3
-    del eagle.engine.step
+    del eagle.engine.steps.of
     with eagle.session(slots=1, rows=1) as session:
         session.prepare()  # nothing: no token fits
 

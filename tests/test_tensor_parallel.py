@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from eagle_triton import UnsupportedModelError, optimize_with_triton
 from eagle_triton.benchmarks.serve import port_of
-from eagle_triton.engine import engine as engine_module
+from eagle_triton.engine import step_cache
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
 from eagle_triton.engine.memory.pages import CacheFullError, PagePool
@@ -361,24 +361,24 @@ def test_what_fails_in_a_capture_is_not_done_in_another_way():
         raise torch.OutOfMemoryError("none left")
 
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
-        engine._captured((), fails, int, "cuda_graph", "a step")
+        engine.steps._captured((), fails, int, "cuda_graph", "a step")
     engine.view = replace(engine.view, ranks=None)
-    assert engine._captured((), fails, int, "cuda_graph", "a step") is int
+    assert engine.steps._captured((), fails, int, "cuda_graph", "a step") is int
 
 
 def test_what_fails_in_a_compilation_ahead_ends_a_rank(monkeypatch):
     def fails(*_):
         raise RanksError("another rank has gone")
 
-    monkeypatch.setattr(engine_module, "decode_step", fails)
+    monkeypatch.setattr(step_cache, "decode_step", fails)
     monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda _: True)
     engine = engine_of_two_ranks()
     engine.ops = SimpleNamespace(kernels=True, calls=Counter())
     state = MagicMock(unchanged=nullcontext)
     with pytest.raises(RanksError, match="has gone"):
-        engine.compile_ahead(state, Mode())
+        engine.steps.compile_ahead(state, Mode())
     engine.view = replace(engine.view, ranks=None)
-    engine.compile_ahead(state, Mode())
+    engine.steps.compile_ahead(state, Mode())
     assert "has gone" in engine.notes["compile_ahead"]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.engine import Engine, SplitStep
+from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
 from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError
@@ -21,6 +21,7 @@ from eagle_triton.engine.scheduler.requests import NAN, REASONS, Piece, Request,
 from eagle_triton.engine.scheduler.step_planner import StepOptions, size_for
 from eagle_triton.engine.scheduler.steps_in_flight import LaunchedStep
 from eagle_triton.engine.step import Judge
+from eagle_triton.engine.step_cache import SplitStep
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import ERROR, Verification
 from eagle_triton.values import check_range
@@ -237,7 +238,7 @@ class Batch(BatchSlots):
         if reason := reason or self.never_fits(entry.request):
             raise ValueError(reason)
         if self.sequences.widen_stops(len(entry.request.stop_ids)):
-            self.engine.forget_steps(self.sequences)
+            self.engine.steps.forget(self.sequences)
 
     def _give_up(self, slots: Sequence[int], wipe: bool = False) -> None:
         """Leave slots as if nothing had entered them."""

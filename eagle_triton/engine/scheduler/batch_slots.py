@@ -190,7 +190,7 @@ class BatchSlots:
             self.sequences.clear(run)
         self._prefill.write(prompts, [len(entry.request.prompt) for entry in entering.values()])
         rehearsal = functools.partial(self._prefill.rehearse, prompts, self.planner.draft, self.state, mode)
-        self.engine.compile_ahead(self.state, mode, rehearsal)
+        self.engine.steps.compile_ahead(self.state, mode, rehearsal)
         if self.planner.only_plain_steps:
             self.engine.note_one_launch(mode)
         if self.planner.plain_steps is not None and self.sequences.skipped is not None:

@@ -97,7 +97,7 @@ class StepPlanner:
         size = size_for(max(slots, 1), self._sequences.slots)
         state = self._engine.state(self._sequences, self.state.spec).first(size)
         self._asked = self._asked + 1 if size < self.state.batch else 0
-        if size > self.state.batch or self._asked > PATIENCE or self._engine.has_step(state):
+        if size > self.state.batch or self._asked > PATIENCE or self._engine.steps.has(state):
             self.state, self._asked = state, 0
 
     def next(self, entries: Sequence[RunningRequest]) -> tuple[Callable[[], None], Mode]:
@@ -110,7 +110,7 @@ class StepPlanner:
         self.change_tree(mode)
         if self.plain_steps == skipped_features.ROWS:
             self._catch_up()
-        step = self._engine.step(self.state, mode)
+        step = self._engine.steps.of(self.state, mode)
         if self.plain_steps is not None:
             self.plain_steps += 1
         return step, mode
@@ -153,17 +153,17 @@ class StepPlanner:
                 self.plain_steps = None
             state = self._engine.state(self._sequences, self._spec).first(self.state.batch)
             grow = functools.partial(grow_first_tree, self._engine.ops, self._engine.draft, state)
-            self._engine.compile_ahead(state, mode, grow)
+            self._engine.steps.compile_ahead(state, mode, grow)
             grow()
             self.state, self.levels = state, self._spec.beam_levels
         if starts_skipping:
             self.plain_steps = 0
         if self.plain_steps is not None:
-            self._engine.catch_up(self.state)  # made now if new, not when it is launched
+            self._engine.steps.catch_up(self.state)  # made now if new, not when it is launched
 
     def _catch_up(self) -> None:
         if self.plain_steps:
-            self._engine.catch_up(self.state)()
+            self._engine.steps.catch_up(self.state)()
             self.plain_steps = 0
 
     def _wanted_levels(self, entries: Iterable[RunningRequest]) -> int | None:

@@ -157,7 +157,7 @@ class StepsInFlight:
         guided = state.guide_of(report).tolist() if state.spec.adaptive else None
         reasons = {row[REASON] for row in rows}
         if FAULT in reasons:
-            raise self._engine.disable_megakernel()
+            raise self._engine.steps.disable_megakernel()
         if ERROR in reasons and step.mode.one_launch:
             self._engine.give_up_one_launch()
         pieces = []
