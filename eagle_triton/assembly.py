@@ -35,7 +35,7 @@ from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
 
-FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
+EA_PACKAGES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
 """The families of EaModels. A module has recognise, read, patch_points, module_patch_points and drop_caches."""
 
 _COMPUTED_AGAIN = (
@@ -53,9 +53,9 @@ class Assembled(NamedTuple):
     copied: dict[str, Tensor]  # see ModelWatch
 
 
-def family_of(model: Any) -> ModuleType | None:
-    """The family of an EaModel, None for anything else."""
-    return next((family for family in FAMILIES if family.recognise(model)), None)
+def ea_package_of(model: Any) -> ModuleType | None:
+    """The file of `families/` that reads an EaModel, by the package that it is from; None for anything else."""
+    return next((package for package in EA_PACKAGES if package.recognise(model)), None)
 
 
 def read(
@@ -63,20 +63,20 @@ def read(
 ) -> tuple[ModelView, Draft | None]:
     """Read a target and a draft for the engine. A head decides which of the target's layers it reads.
 
-    target: an EaModel of any family, or a causal language model. draft: the target's own head, another head, or an
+    target: an EaModel of any package, or a causal language model. draft: the target's own head, another head, or an
     EaModel for its head; a block drafter; multi-token-prediction layers; a causal language model; a `Draft`; or None.
     tree: for drafts without a tree of their own. names: of target and draft in messages. Raises UnsupportedModelError
     for an unknown model, TypeError for a draft of another type.
     """
-    family = family_of(target)
-    if family is not None and draft in (target, target.ea_layer):
-        return family.read(target)
-    base = target if family is None else target.base_model
-    if isinstance(draft, DraftHead) or family_of(draft) is not None:
+    package = ea_package_of(target)
+    if package is not None and draft in (target, target.ea_layer):
+        return package.read(target)
+    base = target if package is None else target.base_model
+    if isinstance(draft, DraftHead) or ea_package_of(draft) is not None:
         return own_ea_model.read_pair(base, draft if isinstance(draft, DraftHead) else draft.ea_layer)
-    if isinstance(draft, Draft) and draft.feature_layers and family in (None, own_ea_model):
+    if isinstance(draft, Draft) and draft.feature_layers and package in (None, own_ea_model):
         return read_causal_lm(base, draft.feature_layers, root=names[0]), draft
-    view = read_causal_lm(base, root=names[0]) if family is None else family.read(target)[0]
+    view = read_causal_lm(base, root=names[0]) if package is None else package.read(target)[0]
     if draft is None or isinstance(draft, Draft):
         return view, draft
     if isinstance(draft, MTPHead):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from eagle_triton.assembly import family_of
+from eagle_triton.assembly import ea_package_of
 from eagle_triton.demo import path_of
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.families.causal_lm import read_causal_lm
@@ -106,7 +106,7 @@ def load_draft(choice: DraftChoice, target: Any, name: str = "model") -> Any:
         return place
     if kind == "own head":
         return target.ea_layer
-    base = target if family_of(target) is None else target.base_model
+    base = target if ea_package_of(target) is None else target.base_model
     if kind == "layers":
         return load_mtp(base, place)
     if kind == "model":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import NamedTuple, Unpack  # Python 3.10 has no Unpack and no generic NamedTuple
 
 from eagle_triton import patching
-from eagle_triton.assembly import Assembled, assemble, family_of, read_draft
+from eagle_triton.assembly import Assembled, assemble, ea_package_of, read_draft
 from eagle_triton.draft_choice import NGRAM, SUFFIX, choose_given, load_draft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
@@ -126,7 +126,8 @@ class Optimized(NamedTuple, Generic[ModelT]):
 def optimize_eagle_with_triton(
     model: ModelT, config: EagleTritonConfig | None = None, **options: Unpack[EagleTritonOptions]
 ) -> Optimized[ModelT]:
-    """Replace the decoding methods of a loaded EaModel; the output stays the same (but for `verify_strategy="topp"`).
+    """Replace the decoding methods of a loaded EaModel; the output stays the same, unless `verify_strategy` is lossy
+    ("topp", or for samples "greedy").
 
     model: an EaModel of this package, of SafeAILab/EAGLE, or of eagle-llm 1.x, on one device. config: see
     `EagleTritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals.
@@ -139,7 +140,7 @@ def optimize_eagle_with_triton(
     """
     config = _configuration(EagleTritonConfig, config, options)
     _check_original(model)
-    if (family := family_of(model)) is None:
+    if (package := ea_package_of(model)) is None:
         raise UnsupportedModelError(
             f"expected an EaModel (eagle_triton, SafeAILab/EAGLE or eagle-llm 1.x) with base_model and ea_layer, got "
             f"{type(model).__module__}.{type(model).__qualname__}; optimize_with_triton takes any causal language model"
@@ -148,11 +149,11 @@ def optimize_eagle_with_triton(
     engine = assembled.engine
     if config.suffix_drafts and engine.draft is not None:
         engine.draft.read_tree()  # raises if the tree has no room for them
-    patch_points, skipped = (*family.patch_points(model, engine), generate_patch_point(model, engine)), {}
+    patch_points, skipped = (*package.patch_points(model, engine), generate_patch_point(model, engine)), {}
     if config.patch_modules and engine.view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
     elif config.patch_modules:
-        more, skipped = family.module_patch_points(model, engine)
+        more, skipped = package.module_patch_points(model, engine)
         if config.draft_vocabulary is not None:  # the engine's draft scores fewer tokens than the head's own method
             more = tuple(patch_point for patch_point in more if patch_point.attribute != "topK_genrate")
             skipped["ea_layer.topK_genrate"] = "the original runs: it scores the head's whole vocabulary"
@@ -163,7 +164,7 @@ def optimize_eagle_with_triton(
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
     engine.notes.update(skipped)
-    return _patched(model, patch_points, lambda: family.drop_caches(model), assembled)
+    return _patched(model, patch_points, lambda: package.drop_caches(model), assembled)
 
 
 def optimize_with_triton(
@@ -172,8 +173,8 @@ def optimize_with_triton(
     config: TritonConfig | None = None,
     **options: Unpack[TritonOptions],
 ) -> Optimized[ModelT]:
-    """Replace `generate` of a plain Hugging Face causal language model; the output stays the same (but for
-    `verify_strategy="topp"`).
+    """Replace `generate` of a plain Hugging Face causal language model; the output stays the same, unless
+    `verify_strategy` is lossy ("topp", or for samples "greedy").
 
     model: a causal language model of a family that is supported (docs/support.md#families), on one device. draft: None
     decodes plainly; an EAGLE head or a block drafter such as DFlash, its directory or hub id, or an EaModel for its
@@ -190,7 +191,7 @@ def optimize_with_triton(
     """
     config = _configuration(TritonConfig, config, options)
     _check_original(model)
-    if family_of(model) is not None:
+    if ea_package_of(model) is not None:
         raise UnsupportedModelError(f"{type(model).__name__} is an EaModel: call optimize_eagle_with_triton")
     if config.has_tree and draft in (None, SUFFIX, NGRAM):
         raise ValueError(f"topk, num_steps and num_draft_tokens need a draft model, got draft={draft!r}")

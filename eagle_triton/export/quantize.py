@@ -34,7 +34,7 @@ _UNFUSED = (
 )
 _FUSED = ("phi3", "glm4")
 _MIXTURES = ("qwen3_moe",)
-FAMILIES = {"fp8": _UNFUSED, "int4": (*_UNFUSED, *_FUSED, *_MIXTURES)}
+WRITABLE = {"fp8": _UNFUSED, "int4": (*_UNFUSED, *_FUSED, *_MIXTURES)}
 """The families for each format: those with projections of plain nn.Linear in a checkpoint. One projection for queries,
 keys and values, or for gate and up, is not read here."""
 ROUTER = ".gate"  # the end of its name; a linear layer in other engines
@@ -141,7 +141,7 @@ def quantize_checkpoint(
 ) -> QuantizedCheckpoint:
     """Write a checkpoint with its projections in eight or four bits, rounded to the nearest.
 
-    target: directory or hub id of a model of FAMILIES[to], or "demo"; of a directory that `EaModel.save_pretrained`
+    target: directory or hub id of a model of WRITABLE[to], or "demo"; of a directory that `EaModel.save_pretrained`
     wrote, the target. path: a directory that does not exist yet, or is empty. to: "fp8", float8_e4m3fn with an fp32
     scale for each block of 128 by 128, so that its largest number becomes 448; or "int4", compressed-tensors'
     pack-quantized layout with a scale for each group of 128 columns of a row; the group is 64 or 32 if 128 does not
@@ -156,8 +156,8 @@ def quantize_checkpoint(
     ValueError for another architecture, another `to`, and a text of less than two tokens; FileNotFoundError for missing
     files, FileExistsError for a directory that is not empty. Nothing is written then.
     """
-    if to not in FAMILIES:
-        raise ValueError(f"to must be {' or '.join(FAMILIES)}, got {to!r}")
+    if to not in WRITABLE:
+        raise ValueError(f"to must be {' or '.join(WRITABLE)}, got {to!r}")
     folder = free_folder(path)
     config, raw = _configuration(_fetched(target, DESCRIPTIONS), target, to)  # before gigabytes are fetched
     _fetched(target, (f"{TEMPLATES}/*.jinja",), ())
@@ -199,9 +199,9 @@ def quantize_checkpoint(
 def _configuration(source: Path, target: str | Path, to: str) -> tuple[Any, dict[str, Any]]:
     """The configuration of a target that may be quantised: transformers' object, and the content of config.json."""
     config = read_target_config(str(source), engine=True)
-    if config.model_type not in FAMILIES[to]:
+    if config.model_type not in WRITABLE[to]:
         raise ExportError(
-            f"target {str(target)!r}: only {', '.join(FAMILIES[to])} can be written in {to}, got model_type "
+            f"target {str(target)!r}: only {', '.join(WRITABLE[to])} can be written in {to}, got model_type "
             f"{config.model_type!r}"
         )
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))

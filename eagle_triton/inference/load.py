@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.assembly import assemble, family_of
+from eagle_triton.assembly import assemble, ea_package_of
 from eagle_triton.demo import path_of
 from eagle_triton.draft_choice import (
     NGRAM,
@@ -89,7 +89,7 @@ def load_pair(
     """
     choice, config = choose_draft(draft_model, target_model, config)
     target, tokenizer = target_in_memory(target_model, choice, config, device, tp_plan)
-    base = target if family_of(target) is None else target.base_model
+    base = target if ea_package_of(target) is None else target.base_model
     if choice.kind == "head" and target is not target_model:
         choice = OWN_HEAD  # it was loaded with the target
     draft = load_draft(choice, target, "target_model")

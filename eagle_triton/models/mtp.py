@@ -63,7 +63,7 @@ class _TensorNames:
     beside: tuple[str, ...] = ()  # copies of the target's embedding and vocabulary projection
 
 
-FAMILIES = (
+LAYER_NAMES = (
     _TensorNames(
         "mtp.", "mtp.", "mtp.layers.{}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
         beside=("mtp.embed_tokens.", "mtp.lm_head."),
@@ -100,7 +100,7 @@ def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> M
     checkpoint = Checkpoint(where, hub, "load_mtp")
     body = _body(target)
     count = len(body.layers)
-    for names in FAMILIES:
+    for names in LAYER_NAMES:
         first = count if names.found_by.startswith("model.layers") else 0
         if any(name.startswith(names.found_by.format(first)) for name in checkpoint.files):
             return _read(checkpoint, names, first, target, body)
