@@ -362,9 +362,10 @@ def _tau(calls: Mapping[str, int]) -> str:
 def _patched(
     model: ModelT, patch_points: tuple[patching.PatchPoint, ...], clear: Callable[[], None], assembled: Assembled
 ) -> Optimized[ModelT]:
-    """Patch the model. Until it is restored, the engine drafts with `drafting`, then with the draft as it was read, so
-    that quantised copies are freed. clear: drops caches besides the engine's."""
+    """Patch the model. clear: drops caches besides the engine's."""
     engine = assembled.engine
+    # While the model is patched, the engine drafts with `drafting`, which may be a quantised copy. Afterwards it holds
+    # the draft as it was read again, so that the copy is freed.
     loaded, engine.draft = engine.draft, assembled.drafting
 
     def change() -> None:

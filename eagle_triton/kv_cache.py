@@ -4,14 +4,15 @@
     gather:  out[l, s, b, h, j] = cache[l, s, b, h, rows[b, j]], or 0 if rows[b, j] is -1
     commit:  cache[l, s, b, h, lengths[b] + j] = cache[l, s, b, h, lengths[b] + path[b, j]]    for j = 0 .. accepted[b]
 
-| name           | shape                     | dtype |                                                          |
-|----------------|---------------------------|-------|----------------------------------------------------------|
-| cache          | [layers, 2, P, Hkv, R, d] | any   | keys (s = 0) and values (s = 1) in P pages of R rows     |
-| table | [B, M] | int32 | each sequence's pages, T = M * R; None: one each, P = B |
-| new | [layers, 2, B, n, Hkv, d] | any | in a projection's layout; converted to the cache's dtype |
-| lengths        | [B]                       | int32 | committed rows                                           |
-| rows           | [B, n]                    | int32 | rows to gather, -1 for none                              |
-| path, accepted | [B, P], [B]               | int32 | node indices root..last accepted; count of drafts, or -1 |
+| name     | shape                     | dtype |                                                                |
+|----------|---------------------------|-------|----------------------------------------------------------------|
+| cache    | [layers, 2, P, Hkv, R, d] | any   | keys (s = 0) and values (s = 1) in P pages of R rows           |
+| table    | [B, M]                    | int32 | each sequence's pages, T = M * R; None: one each, P = B        |
+| new      | [layers, 2, B, n, Hkv, d] | any   | in a projection's layout; converted to the cache's dtype       |
+| lengths  | [B]                       | int32 | committed rows                                                 |
+| rows     | [B, n]                    | int32 | rows to gather, -1 for none                                    |
+| path     | [B, D + 1]                | int32 | nodes from the root to the last accepted one, then -1            |
+| accepted | [B]                       | int32 | how many drafts were accepted; -1: not even the root           |
 
 Each operation is one launch over all layers, keys and values, and heads. Numerics: copies, exact. Rows outside 0 .. T -
 1 are neither read nor written. A "plane" is the T rows of one (layer, keys or values, sequence, head). With a table,

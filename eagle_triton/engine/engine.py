@@ -37,7 +37,10 @@ _BUSY = "another generation is running on this model; finish or close it first (
 
 @dataclass
 class Engine:
-    """Decodes with one model. Holds references to the model's parts, and the states and graphs of the shapes used.
+    """Decodes with one model: holds references to its parts, and what is made for each shape.
+
+    `Sequences` are slots with the caches of their tokens. A `DecodeState` has the tensors of a step that decodes such
+    sequences with trees of one shape, and `steps` the launches of that step.
 
     cuda_graph: launch each step as one CUDA graph (on a GPU only).
     megakernel: run everything after the target forward in one launch, if the model allows it. None: do what was
@@ -52,7 +55,7 @@ class Engine:
     one_launch: run the layers of one row in one launch if that is faster: the target's layers in plain steps of a batch
     with one slot, and a draft model's layers in its chain.
 
-    `notes` says what fell back and why. One batch (batch.py) runs at a time; a second one raises RuntimeError.
+    `notes` says what fell back and why. One batch (scheduler/batch.py) runs at a time; a second one raises RuntimeError.
     """
 
     view: ModelView
