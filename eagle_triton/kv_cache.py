@@ -11,7 +11,7 @@
 | new      | [layers, 2, B, n, Hkv, d] | any   | in a projection's layout; converted to the cache's dtype       |
 | lengths  | [B]                       | int32 | committed rows                                                 |
 | rows     | [B, n]                    | int32 | rows to gather, -1 for none                                    |
-| path     | [B, D + 1]                | int32 | nodes from the root to the last accepted one, then -1            |
+| path     | [B, D + 1]                | int32 | nodes from the root to the last accepted one, then -1          |
 | accepted | [B]                       | int32 | how many drafts were accepted; -1: not even the root           |
 
 Each operation is one launch over all layers, keys and values, and heads. Numerics: copies, exact. Rows outside 0 .. T -
@@ -249,7 +249,7 @@ def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
 def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table: Tensor | None = None) -> None:
     """Keep the rows of the accepted path: row lengths + path[j] moves to row lengths + j, for j = 0 .. accepted.
 
-    cache and `table` as in `append`, changed in place; lengths [B] int32; path [B, P] int32, ascending node indices
+    cache and `table` as in `append`, changed in place; lengths [B] int32; path [B, D + 1] int32, ascending node indices
     from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows may overlap. Rows past the
     capacity do not move. Raises ValueError before writing if shapes, dtypes or devices do not fit.
     """

@@ -55,7 +55,7 @@ class Engine:
     one_launch: run the layers of one row in one launch if that is faster: the target's layers in plain steps of a batch
     with one slot, and a draft model's layers in its chain.
 
-    `notes` says what fell back and why. One batch (scheduler/batch.py) runs at a time; a second one raises RuntimeError.
+    `notes` says what fell back and why. One batch (scheduler/batch.py) runs at a time; a second raises RuntimeError.
     """
 
     view: ModelView

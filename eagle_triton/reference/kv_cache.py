@@ -41,7 +41,7 @@ def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
 def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table: Tensor | None = None) -> None:
     """Keep the rows of the accepted path: row lengths + path[j] moves to row lengths + j, for j = 0 .. accepted.
 
-    cache [layers, 2, B, Hkv, T, d], changed in place; lengths [B] int32; path [B, P] int32, ascending node indices
+    cache [layers, 2, B, Hkv, T, d], changed in place; lengths [B] int32; path [B, D + 1] int32, ascending node indices
     from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence unchanged. Rows may overlap; rows past the
     capacity do not change.
     """
