@@ -1,4 +1,7 @@
-"""A plain Hugging Face language model, as the target or as the draft of another one."""
+"""A plain Hugging Face language model, as the target or as the draft of another one.
+
+Every architecture of `models/families.py` is read here. Only modules of a new kind need more than a row there.
+"""
 
 from __future__ import annotations
 

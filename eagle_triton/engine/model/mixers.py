@@ -39,7 +39,12 @@ MAX_SPAN_WIDTH = 128  # head dim that prompt_attention supports
 
 
 class NewRows(NamedTuple):
-    """The new rows of a forward: their places in the caches, their positions, and which rows they see."""
+    """The new rows of a forward: their places in the caches, their positions, and which rows they see.
+
+    Examples, with 100 rows in a cache (lengths and first 100). A plain step has one row, which is written to cache row
+    100. A tree of 60 nodes is written to rows 100 to 159, and `depths` has its positions. A draft with beams of 10
+    nodes writes its first beam to rows 100 to 109, and the second, with skip 10, to rows 110 to 119.
+    """
 
     lengths: Tensor  # [B] int32: committed rows, visible to all
     first: Tensor  # [B] int32: the position that depths count from, and the cache row of depth 0
