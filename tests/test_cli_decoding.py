@@ -12,6 +12,7 @@ from eagle_triton.cli.decoding import MAX_ENGINES, Decoder
 from eagle_triton.cli.settings import METHODS, ON_ENGINE, Settings
 from eagle_triton.comparison.answer import ENGINE, OWN_FORWARD, Step
 from eagle_triton.demo import demo_directory, demo_prompts
+from eagle_triton.engine.step_cache import StepCache
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.speculative_decoding import (
     NGramStorage,
@@ -238,17 +239,16 @@ class TestAnswers:
         assert list(whole.tokens) == alone and whole.finished == "length"
 
     def test_an_interrupt_inside_a_step(self, decoder, prompt, alone, monkeypatch):
-        inference, calls = decoder._engine("speculative", short()), 0
-        step = type(inference.engine).step
+        calls, step_of = 0, StepCache.of
 
         def interrupted(*args):
             nonlocal calls
             calls += 1
             if calls == 3:
                 raise KeyboardInterrupt
-            return step(*args)
+            return step_of(*args)
 
-        monkeypatch.setattr(type(inference.engine), "step", interrupted)
+        monkeypatch.setattr(StepCache, "of", interrupted)
         answer = decoder.decode("speculative", prompt, short())
         assert answer.finished == "interrupted" and list(answer.tokens) == alone[: len(answer.tokens)]
         assert list(decoder.decode("speculative", prompt, short()).tokens) == alone
