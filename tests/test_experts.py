@@ -35,12 +35,17 @@ from tests.tiny_hybrids import KINDS, tiny_hybrid
 FAMILIES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "granitemoe", "glm4_moe", "gpt_oss"),
     *("afmoe", "laguna", "minimax_m2", "hy_v3", "granitemoehybrid", "nemotron_h with experts"),
+    *("ernie4_5_moe", "deepseek_v2", "hunyuan_v1_moe", "flint", "lara_mini"),
 )
 IN_FP32 = {  # what transformers keeps so
     "glm4_moe": ("gate.e_score_correction_bias",),
     "afmoe": ("expert_bias",),
     "hy_v3": ("e_score_correction_bias", "gate.weight"),
     "nemotron_h with experts": ("gate.e_score_correction_bias", "gate.weight"),
+    "ernie4_5_moe": ("gate.weight", "gate.moe_statics.e_score_correction_bias"),
+    "deepseek_v2": ("gate.weight",),
+    "hunyuan_v1_moe": ("gate.wg.weight",),
+    "flint": ("gate.weight",),
 }
 HYBRIDS = [kind for kind in ("qwen3_next", "qwen3_5_moe") if kind in KINDS]
 
@@ -48,15 +53,25 @@ ROUTINGS = {
     "softmax": Routing(3),
     "softmax as it is": Routing(2, renormalised=False, weights_in_fp32=True, scale=2.5),
     "softmax of chosen": Routing(3, "softmax_of_chosen"),
-    "sigmoid": Routing(3, "sigmoid", renormalised=False, weights_in_fp32=True, scale=1.5),
-    "groups": Routing(3, "sigmoid", groups=3, chosen_groups=2, scale=0.7),
-    "rounded": Routing(3, "sigmoid", weights_in_fp32=True, scale=1.5, rounded_logits=True),
+    "softmax in fp32": Routing(3, rounded_logits=False),
+    "softmax corrected": Routing(3, rounded_logits=False, scale=0.7),
+    "sigmoid": Routing(3, "sigmoid", renormalised=False, weights_in_fp32=True, scale=1.5, rounded_logits=False),
+    "groups": Routing(3, "sigmoid", groups=3, chosen_groups=2, scale=0.7, rounded_logits=False),
+    "rounded": Routing(3, "sigmoid", weights_in_fp32=True, scale=1.5),
     "rounded scores": Routing(3, "sigmoid", rounded_scores=True, eps=1e-6),
 }
 
 
-def router(device: str, dtype: torch.dtype, routing: Routing, rows: int, count: int = 12, width: int = 40) -> tuple:
-    """The operands of `route`; sigmoid has a correction, the softmax of chosen ones a bias."""
+def router(
+    device: str,
+    dtype: torch.dtype,
+    routing: Routing,
+    rows: int,
+    count: int = 12,
+    width: int = 40,
+    corrected: bool = False,
+) -> tuple:
+    """The operands of `route`; sigmoid always has a correction, the softmax of chosen ones a bias."""
     source = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, width, generator=source), torch.randn(count, width, generator=source)
     bias, correction = torch.randn(2, count, generator=source)
@@ -64,7 +79,7 @@ def router(device: str, dtype: torch.dtype, routing: Routing, rows: int, count: 
         x.to(device, dtype),
         weight.to(device, dtype),
         bias.to(device, dtype) if routing.score == "softmax_of_chosen" else None,
-        correction.to(device) if routing.score == "sigmoid" else None,
+        correction.to(device) if corrected or routing.score == "sigmoid" else None,
         routing,
     )
 
@@ -73,7 +88,7 @@ def router(device: str, dtype: torch.dtype, routing: Routing, rows: int, count: 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_route(device, kind, rows, dtype):
-    operands = router(device, dtype, ROUTINGS[kind], rows)
+    operands = router(device, dtype, ROUTINGS[kind], rows, corrected=kind == "softmax corrected")
     got, same = experts.route(*operands), reference.route(*operands)
     for one, other in zip(got, same, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
@@ -89,10 +104,10 @@ def test_route(device, kind, rows, dtype):
 
 
 @pytest.mark.parametrize("correction", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["rounded", "groups"])
+@pytest.mark.parametrize("kind", ["rounded", "groups", "softmax corrected"])
 def test_a_correction_has_a_dtype_of_its_own(device, kind, correction):
     """It is added to scores in fp32, whatever the rows are: a rounded one chooses as its fp32 numbers do."""
-    x, weight, bias, of_scores, routing = router(device, DTYPES[-1], ROUTINGS[kind], 64)
+    x, weight, bias, of_scores, routing = router(device, DTYPES[-1], ROUTINGS[kind], 64, corrected=True)
     of_scores = (9 * of_scores).to(correction)
     for module in (experts, reference):
         got = module.route(x, weight, bias, of_scores, routing)
@@ -519,7 +534,7 @@ def test_what_does_not_fit_is_refused(device):
         with pytest.raises(ValueError, match="routing.groups must divide the 12 experts"):
             module.route(x, weight, None, None, Routing(3, "sigmoid", groups=12, chosen_groups=1))
         with pytest.raises(ValueError, match='correction needs routing.score "sigmoid"'):
-            module.route(x, weight, None, torch.zeros(12, device=device), Routing(3))
+            module.route(x, weight, None, torch.zeros(12, device=device), Routing(3, "softmax_of_chosen"))
         for wrong in (torch.zeros(11, device=device), torch.zeros(12, dtype=torch.int32, device=device)):
             with pytest.raises(ValueError, match=r"route: correction must be floats \[12\]"):
                 module.route(x, weight, None, wrong, Routing(3, "sigmoid"))
@@ -582,7 +597,9 @@ def test_what_does_not_fit_is_refused(device):
             Routing(**{"chosen": 3, **wrong})
     for score in ("softmax", "softmax_of_chosen"):
         with pytest.raises(ValueError, match=f"need score .sigmoid., got '{score}'"):
-            Routing(3, score, rounded_logits=True)
+            Routing(3, score, rounded_scores=True)
+    with pytest.raises(ValueError, match="rounded_scores need rounded_logits"):
+        Routing(3, "sigmoid", rounded_scores=True, rounded_logits=False)
 
 
 def mixture(case: str, dtype: torch.dtype = torch.float32) -> tuple[str, nn.Module]:

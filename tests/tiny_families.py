@@ -59,6 +59,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **MULTIPLIERS)),
     "granitemoe": ("granitemoe", dict(num_local_experts=8, num_experts_per_tok=3, **MULTIPLIERS | {
         "embedding_multiplier": 1.5, "residual_multiplier": 0.8})),
+    "granitemoeshared": ("granitemoeshared", dict(num_local_experts=8, num_experts_per_tok=3,
+        shared_intermediate_size=48, **MULTIPLIERS)),
+    "granitemoeshared without a shared expert": ("granitemoeshared", dict(num_local_experts=8, num_experts_per_tok=3)),
+    "granitemoe_swa": ("granitemoe_swa", dict(num_local_experts=8, num_experts_per_tok=3, shared_intermediate_size=48,
+        sliding_window=8, layer_types=ALTERNATE, layer_rope_theta=[1e4, 0, 1e3, 1e4], **MULTIPLIERS)),
     "glm4": ("glm4", dict(head_dim=16, attention_bias=True)),
     "glm4_moe": ("glm4_moe", dict(head_dim=16, n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1,
         first_k_dense_replace=1, routed_scaling_factor=1.5, use_qk_norm=True, norm_topk_prob=True, **QWEN_EXPERTS)),
@@ -71,6 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
         "original_max_position_embeddings": 8})),
     "youtu": ("youtu", LATENT),
+    "sarvam_mla": ("sarvam_mla", LATENT | LATENT_EXPERTS),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", dict(sliding_window=8)),
     "gemma2": ("gemma2", dict(query_pre_attn_scalar=24, attn_logit_softcapping=5.0, **SLIDING)),
@@ -101,6 +107,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", dict(logit_scale=0.7, sliding_window=8, layer_types=ALTERNATE)),
     "stablelm": ("stablelm", dict(use_qkv_bias=True, use_parallel_residual=True)),
     "stablelm one after the other": ("stablelm", {}),
+    "phi": ("phi", dict(rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
+    "jais2": ("jais2", dict(mlp_bias=True, attention_bias=True)),
+    "arcee": ("arcee", dict(mlp_bias=True)),
     "nemotron": ("nemotron", dict(head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters={
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
     "ernie4_5": ("ernie4_5", dict(head_dim=16, use_bias=True)),
@@ -126,6 +136,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}, **SLIDING, **QWEN_EXPERTS)),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", dict(head_dim=16, attention_bias=True, rope_parameters={
         "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 8.0, "factor": 1.0})),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", dict(head_dim=16, num_experts=8, moe_topk=3)),
+    "flint": ("flint", dict(num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[1],
+        layer_types=ALTERNATE, **SLIDING, **QWEN_EXPERTS)),
+    "lara_mini": ("lara_mini", dict(num_experts=8, shared_expert_intermediate_size=48, linear_key_head_dim=16,
+        linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, layer_types=[
+        "linear_attention", "sliding_attention", "linear_attention", "full_attention"], **SLIDING, **QWEN_EXPERTS)),
     "minimax_m2": ("minimax_m2", dict(head_dim=16, num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
     "hy_v3": ("hy_v3", dict(head_dim=16, num_experts=8, router_scaling_factor=1.5, **QWEN_EXPERTS)),
@@ -157,7 +173,8 @@ SIMILAR = (
     *("qwen2_moe", "mixtral", "exaone_moe", "mellum", "vaultgemma", "granite_swa", "afmoe", "minimax_m2", "hy_v3"),
     *("lfm2", "lfm2_moe", "lfm3"),  # without heads and trees of the model itself: see test_recurrent_families.py
     *("granitemoehybrid", "granitemoehybrid that rotates", "bamba"),  # likewise
-    *("nemotron_h", "nemotron_h with experts", "stablelm one after the other"),
+    *("nemotron_h", "nemotron_h with experts", "stablelm one after the other", "lara_mini"),
+    *("granitemoeshared without a shared expert", "granitemoe_swa", "sarvam_mla", "jais2", "arcee", "hunyuan_v1_moe"),
 )
 """Cases that show trees, kernels and heads nothing that others do not. tests/test_experts.py runs their mixtures."""
 
@@ -167,12 +184,11 @@ SEES_ONLY = ("muse_glimmer_text",)
 
 NOT_OVER_RANKS = {
     "gpt_oss": "has experts that the tp_plan leaves whole on every rank",
-    "ernie4_5_moe": "has moe_statics.e_score_correction_bias in its router",
     "sarvam_moe": "issues during automatic conversion of the weights",
     "qwen3_vl_moe_text": "ignore_mismatched_sizes",
     "stablelm": "has no `tp_plan`",
     "nemotron_h with experts": "experts may only have gate_up_proj and down_proj",
-    "granite_swa": "self_attn.sinks is sharded over several devices",
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), "self_attn.sinks is sharded over several devices"),
     **dict.fromkeys(("glm4_moe_lite", "deepseek_v2"), "_b_proj.weight is sharded over several devices"),
 }
 """Families that ranks cannot share, and words of the refusal. Those of Sarvam, StableLM and Qwen3-VL's mixture

@@ -349,14 +349,15 @@ class LayerReader:
             block = read.at(name)
             return read_experts(block.module, self._dtype, root=block.path, styles=block.styles)
 
-        family, mlp = self._family, read.value(self._family.mlp, nn.Module)
-        if is_mixture(mlp):
-            return mixture(family.mlp)
+        family, mlp = self._family, read.value(self._family.mlp)
+        beside = None if family.experts is None else read.value(family.experts)
         if family.experts is not None:
-            _check_flag(read, "has_experts", read.value(family.experts) is not None)
-        if family.experts is None or read.value(family.experts) is None:
-            return read.mlp(family.mlp, family)
-        return with_shared(mixture(family.experts), read.mlp(family.mlp, family), mlp)
+            _check_flag(read, "has_experts", beside is not None)
+        if beside is None:
+            return mixture(family.mlp) if is_mixture(mlp) else read.mlp(family.mlp, family)
+        assert family.experts is not None
+        found = mixture(family.experts)
+        return found if mlp is None else with_shared(found, read.mlp(family.mlp, family), mlp)
 
     def _input_block(self, read: ModuleReader) -> LayerInputBlock | None:
         if not (self._family.layer_inputs and hasattr(read.module, "per_layer_input_gate")):

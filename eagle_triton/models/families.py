@@ -135,6 +135,7 @@ class Family:
 
 
 LLAMA = Family()
+UNGATED = (None, "up_proj", "down_proj")
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 AFTER_BLOCKS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 EXPERTS = (
@@ -152,6 +153,15 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 """Fields of multi-head latent attention."""
 DEEPSEEK_V3 = Family(rotary_interleave="rope_interleave", shown_by_modules=(*MTP_LAYERS, *LATENT, *EXPERTS))
 ERNIE = Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("use_bias",))
+GRANITE_SHARED = replace(
+    GRANITE,
+    mlp="shared_mlp",
+    mlp_projections=("gate_proj", "up_proj", "output_linear"),
+    gate_up="input_linear",
+    experts="block_sparse_moe",
+    shown_by_modules=(*GRANITE.shown_by_modules, "shared_intermediate_size", *EXPERTS),
+)
+HUNYUAN = Family(head_norms=("query_layernorm", "key_layernorm"), norm_last=True, shown_by_modules=("eod_token_id",))
 EXAONE4 = Family(
     norms=AFTER_BLOCKS, window="by_layer", rotary_in_windows=True, shown_by_modules=("sliding_window_pattern",)
 )
@@ -238,20 +248,16 @@ FAMILIES: dict[str, Family] = {
     "granite": GRANITE,
     "granite_swa": replace(GRANITE, window="by_layer", rotary_by_layer=True),
     "granitemoe": replace(GRANITE, mlp="block_sparse_moe", shown_by_modules=(*GRANITE.shown_by_modules, *EXPERTS)),
+    "granitemoeshared": GRANITE_SHARED,
+    "granitemoe_swa": replace(GRANITE_SHARED, window="by_layer", rotary_by_layer=True),
     "granitemoehybrid": replace(
-        GRANITE,
-        mlp="shared_mlp",
-        mlp_projections=("gate_proj", "up_proj", "output_linear"),
-        gate_up="input_linear",
-        experts="block_sparse_moe",
-        recurrent=True,
-        shown_by_modules=(*GRANITE.shown_by_modules, *MAMBA2, *EXPERTS),
+        GRANITE_SHARED, recurrent=True, shown_by_modules=(*GRANITE_SHARED.shown_by_modules, *MAMBA2)
     ),
     "nemotron_h": Family(
         norms=("norm", None, "norm", None),
         attention="mixer",
         mlp="mixer",
-        mlp_projections=(None, "up_proj", "down_proj"),
+        mlp_projections=UNGATED,
         rotary=None,
         embedding="embeddings",
         last_norm="norm_f",
@@ -293,7 +299,18 @@ FAMILIES: dict[str, Family] = {
         parallel_switch="use_parallel_residual",
         shown_by_modules=("layer_norm_eps", "use_qkv_bias", "use_parallel_residual"),
     ),
-    "nemotron": Family(mlp_projections=(None, "up_proj", "down_proj"), layer_norm=True, shown_by_modules=("norm_eps",)),
+    "phi": Family(
+        norms=("input_layernorm", None, None, None),
+        mlp_projections=(None, "fc1", "fc2"),
+        layer_norm=True,
+        parallel=True,
+        output="dense",
+        last_norm="final_layernorm",
+        shown_by_modules=("layer_norm_eps",),
+    ),
+    "jais2": Family(mlp_projections=UNGATED, layer_norm=True, shown_by_modules=("layer_norm_eps",)),
+    "arcee": Family(mlp_projections=UNGATED),
+    "nemotron": Family(mlp_projections=UNGATED, layer_norm=True, shown_by_modules=("norm_eps",)),
     "ernie4_5": ERNIE,
     "ernie4_5_moe": replace(
         ERNIE,
@@ -314,6 +331,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": DEEPSEEK_V3,
     "deepseek_v2": Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("topk_method", *LATENT, *EXPERTS)),
     "deepseek_v3": DEEPSEEK_V3,
+    "sarvam_mla": DEEPSEEK_V3,
     "mistral4": replace(DEEPSEEK_V3, query_temperature=True, shown_by_modules=(*LATENT, *EXPERTS)),
     "youtu": replace(DEEPSEEK_V3, shown_by_modules=("embedding_initializer_range", *LATENT)),
     "dots1": Family(window="by_layer", shown_by_modules=EXPERTS),
@@ -370,9 +388,8 @@ FAMILIES: dict[str, Family] = {
             *("moe_apply_router_weight_on_input", "moe_router_logit_softcapping", *EXPERTS),
         ),
     ),
-    "hunyuan_v1_dense": Family(
-        head_norms=("query_layernorm", "key_layernorm"), norm_last=True, shown_by_modules=("eod_token_id",)
-    ),
+    "hunyuan_v1_dense": HUNYUAN,
+    "hunyuan_v1_moe": replace(HUNYUAN, shown_by_modules=("eod_token_id", "sep_token_id", "moe_topk", *EXPERTS)),
     "minimax_m2": Family(shown_by_modules=EXPERTS),
     "hy_v3": Family(shown_by_modules=("router_scaling_factor", "enable_moe_fp32_combine", *EXPERTS)),
     "muse_glimmer_text": Family(
@@ -401,6 +418,13 @@ FAMILIES: dict[str, Family] = {
         rotary_in_fp32=True,
         gate=("g_proj", "sigmoid"),
         shown_by_modules=(*LFM2.shown_by_modules, "use_sandwich_norm", "use_attention_gate"),
+    ),
+    "flint": Family(window="by_layer", rotary_switch="sliding_window", shown_by_modules=EXPERTS),
+    "lara_mini": replace(
+        GATED_DELTA,
+        window="by_layer",
+        rotary_switch="sliding_window",
+        shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS),
     ),
     "qwen3_next": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
     "qwen3_5_text": GATED_DELTA,

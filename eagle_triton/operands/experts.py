@@ -21,7 +21,7 @@ ExpertWeight = Tensor | Mxfp4Weight | FourBitExpertWeight | Float8ExpertWeight  
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 """Scores from a router's logits, in fp32. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid:
-of each logit; a correction may be added only for the choice (DeepSeek-V3)."""
+of each logit. To softmax and sigmoid a correction may be added only for the choice (ERNIE 4.5, DeepSeek-V3)."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,11 @@ class Routing:
     """How a router's scores become experts and weights.
 
     chosen: experts per row. renormalised: the chosen experts' scores are divided by their sum. weights_in_fp32: weights
-    are not rounded to the rows' dtype. scale: a factor of the weights. The others are for "sigmoid": groups,
-    chosen_groups: the experts form `groups` equal groups, and a row chooses among those with the largest sums of their
-    two best scores. rounded_logits: logits are rounded to the rows' dtype, as in the other kinds; rounded_scores:
-    logits and their sigmoids are. eps: is added to the sum of renormalised scores.
+    are not rounded to the rows' dtype. scale: a factor of the weights. rounded_logits: logits are rounded to the rows'
+    dtype, as a product of rows and weights in this dtype is; otherwise they are fp32. The others are for "sigmoid":
+    groups, chosen_groups: the experts form `groups` equal groups, and a row chooses among those with the largest sums
+    of their two best scores. rounded_scores: sigmoids are rounded, too. eps: is added to the sum of renormalised
+    scores.
     """
 
     chosen: int
@@ -42,7 +43,7 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
-    rounded_logits: bool = False
+    rounded_logits: bool = True
     rounded_scores: bool = False
     eps: float = 1e-20
 
@@ -56,9 +57,11 @@ class Routing:
             )
         if self.score == "softmax_of_chosen" and not self.renormalised:
             raise ValueError('score "softmax_of_chosen" sums to 1: renormalised must be True')
-        of_sigmoid = self.groups, self.rounded_logits, self.rounded_scores, self.eps
-        if self.score != "sigmoid" and of_sigmoid != (1, False, False, Routing.eps):
-            raise ValueError(f'groups, eps and rounding need score "sigmoid", got {self.score!r}')
+        of_sigmoid = self.groups, self.rounded_scores, self.eps
+        if self.score != "sigmoid" and of_sigmoid != (1, False, Routing.eps):
+            raise ValueError(f'groups, rounded_scores and eps need score "sigmoid", got {self.score!r}')
+        if self.rounded_scores and not self.rounded_logits:
+            raise ValueError("rounded_scores need rounded_logits")
 
 
 class Routes(NamedTuple):
@@ -81,15 +84,15 @@ def check_route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tens
         name,
         {
             "x": (x, "... H", FLOATS),
-            "weight": (weight, "E H", (x.dtype, torch.float32) if routing.score == "sigmoid" else x.dtype),
+            "weight": (weight, "E H", x.dtype if routing.rounded_logits else (x.dtype, torch.float32)),
             "bias": (bias, "E", weight.dtype),
             "correction": (correction, "E", FLOATS),
         },
     )
     _check_rows(name, x.shape[:-1].numel())
     experts = sizes["E"]
-    if correction is not None and routing.score != "sigmoid":
-        raise ValueError(f'{name}: correction needs routing.score "sigmoid", got {routing.score!r}')
+    if correction is not None and routing.score == "softmax_of_chosen":
+        raise ValueError(f'{name}: correction needs routing.score "sigmoid" or "softmax", got {routing.score!r}')
     if routing.chosen > experts:
         raise ValueError(f"{name}: routing.chosen must be at most the {experts} experts, got {routing.chosen}")
     if experts % routing.groups or (routing.groups > 1 and experts < 2 * routing.groups):

@@ -15,20 +15,22 @@ from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
     """The experts that each row chooses, and their weights.
 
-    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E], added to scores only for the choice. With
-    "sigmoid" the logits are fp32 unless they are rounded, and the weight may be; otherwise they are rounded to x's
-    dtype. Equal scores are ordered by index. Raises ValueError if shapes, dtypes or sizes do not fit.
+    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E], added to scores only for the choice. The weight
+    may be fp32 if logits are not rounded. Equal scores are ordered by index. Raises ValueError if shapes, dtypes or
+    sizes do not fit.
     """
     operands.check_route(x, weight, bias, correction, routing)
     x = x.reshape(-1, x.shape[-1])
-    if routing.score == "sigmoid":
-        logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-        logits = logits.to(x.dtype).float() if routing.rounded_logits or routing.rounded_scores else logits
-        scores = logits.sigmoid()
-        scores = scores.to(x.dtype).float() if routing.rounded_scores else scores
-        order = scores if correction is None else scores + correction
+    if routing.rounded_logits and routing.score != "sigmoid":
+        logits = F.linear(x, weight, bias).float()
     else:
-        logits = scores = order = F.linear(x, weight, bias).float()
+        logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        logits = logits.to(x.dtype).float() if routing.rounded_logits else logits
+    scores = logits.sigmoid() if routing.score == "sigmoid" else logits
+    scores = scores.to(x.dtype).float() if routing.rounded_scores else scores
+    order = scores
+    if correction is not None:
+        order = (logits.softmax(1) if routing.score == "softmax" else scores) + correction
     if routing.chosen_groups < routing.groups:
         order = _in_best_groups(order, routing)
     experts = _best(order, routing.chosen)

@@ -78,9 +78,9 @@ def _products(
 
 
 def _router(name: str, experts: int, routing: Routing, bias: Tensor | None = None) -> list[tuple]:
-    """By sigmoid, with a correction, in fp32 unless logits are rounded."""
-    dtype = fp32 if routing.score == "sigmoid" and not routing.rounded_logits else bf16
-    correction = dtype(experts) if routing.score == "sigmoid" else None
+    """Logits in fp32 have a weight in fp32, and a correction."""
+    dtype = bf16 if routing.rounded_logits else fp32
+    correction = None if routing.rounded_logits and routing.score != "sigmoid" else dtype(experts)
     return launches(name, route, bf16(_ROWS, 2048), dtype(experts, 2048), bias, correction, routing)
 
 
@@ -90,13 +90,14 @@ CASES = [
     *_router("router 8 of 128", 128, Routing(8)),
     *_router("router 10 of 512", 512, Routing(10)),
     *_router("router 4 of 32 biased", 32, Routing(4, "softmax_of_chosen"), bf16(32)),
-    *_router("router 8 of 128 fp32", 128, Routing(8, "sigmoid", weights_in_fp32=True)),
+    *_router("router 8 of 128 fp32", 128, Routing(8, "sigmoid", weights_in_fp32=True, rounded_logits=False)),
+    *_router("router 6 of 64 fp32 softmax", 64, Routing(6, rounded_logits=False)),
     *_router(
         "router 8 of 256 in groups fp32",
         256,
-        Routing(8, "sigmoid", weights_in_fp32=True, groups=8, chosen_groups=4),
+        Routing(8, "sigmoid", weights_in_fp32=True, groups=8, chosen_groups=4, rounded_logits=False),
     ),
-    *_router("router 8 of 256 rounded", 256, Routing(8, "sigmoid", weights_in_fp32=True, rounded_logits=True)),
+    *_router("router 8 of 256 rounded", 256, Routing(8, "sigmoid", weights_in_fp32=True)),
     *_portable("bf16", "30b-a3b", bf16, bf16),
     *_portable("bf16", "8x7b", bf16, bf16, routed=fp32),
     *_portable("bf16", "nemotron-3", bf16, bf16, routed=fp32, gated=False),

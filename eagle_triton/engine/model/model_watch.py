@@ -71,9 +71,8 @@ MODULE_FIELDS = {
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 """Module attributes: the rates of dropout that forwards apply in training mode."""
 
-READ_ONCE = (("_buffers", "embed_scale", ""), ("_parameters", "e_score_correction_bias", ".moe_statics"))
-"""A buffer and a parameter that are read as numbers, and the ends of their modules' paths. The parameter, of ERNIE's
-routers, must be zero."""
+READ_ONCE = "embed_scale"
+"""A buffer that is read as a number."""
 
 DECOMPRESSED = (
     "the own forward of a compressed model puts compressed-tensors' offloading around every layer (load the model "
@@ -153,10 +152,9 @@ class ModelWatch:
         that were copied, so that changes in place have no effect."""
         parts = [part for path, root in roots.items() for part in modules_read(root, path, also)]
         numbers = {
-            f"{path}.{name}": tensor
+            f"{path}.{READ_ONCE}": tensor
             for path, module, called in parts
-            for kind, name, owner in READ_ONCE
-            if not called and path.endswith(owner) and (tensor := getattr(module, kind).get(name)) is not None
+            if not called and (tensor := module._buffers.get(READ_ONCE)) is not None
         }
         copies = {**(copied or {}), **numbers}
         self._copied = [(path, tensor, _version(tensor)) for path, tensor in copies.items()]

@@ -199,7 +199,9 @@ def _unsupported_mixture(mixture: Experts) -> str | None:
         return "has a mixture without plain weights"
     if mixture.summed_over is not None:
         return "has a mixture that ranks share"
-    if weights.routing.score == "sigmoid" or not weights.routing.renormalised or weights.routing.scale != 1.0:
+    routing = weights.routing
+    plain = routing.rounded_logits and routing.renormalised and routing.scale == 1.0
+    if routing.score == "sigmoid" or not plain:
         return "has a router other than the softmax of the chosen experts"
     others = (weights.router_bias, weights.correction, weights.gate_up_bias, weights.down_bias, weights.clamp)
     if any(other is not None for other in (*others, weights.shared)) or weights.interleaved:

@@ -25,14 +25,15 @@ from eagle_triton.families.reading.float8_experts import (
 )
 from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.families.reading.sharded import Styles, ranks_of
-from eagle_triton.models.families import LLAMA
+from eagle_triton.models.families import LLAMA, UNGATED
 from eagle_triton.models.four_bit_experts import FourBitExperts
 from eagle_triton.models.mxfp4 import NAMES, Mxfp4Experts
 from eagle_triton.operands.experts import ExpertWeight, Routing
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 
-CHILDREN = frozenset({"experts", "gate", "router", "shared_expert", "shared_experts", "shared_expert_gate"})
+SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+CHILDREN = frozenset({"experts", "gate", "router", "shared_expert_gate", *SHARED})
 STORED: dict[str, tuple[type[Mxfp4Weight | FourBitExpertWeight], str]] = {
     "mxfp4": (Mxfp4Weight, "MXFP4"),
     "experts_in_four_bits": (FourBitExpertWeight, "four bits"),
@@ -43,12 +44,13 @@ OTHER_LAYOUT = "Mxfp4GptOssExperts"  # transformers' class of MXFP4 experts in a
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # of scores, in a router or beside it
 SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")  # of the chosen experts' weights
 EPS = (1e-6,)  # what routers add to the sum of scores, besides Routing's own
-OF_ROUTERS = ("weight", "bias", "gate.weight", CORRECTIONS[0])
-UNUSED_CORRECTION = "moe_statics.e_score_correction_bias"  # ERNIE's, for softmax; it is read if it is zero
+INNER = ("gate", "wg")  # a router's module with its weight
+STATISTICS = "moe_statics"  # ERNIE's, a router's module with its correction
+OF_ROUTERS = ("weight", "bias", *(f"{name}.weight" for name in INNER), CORRECTIONS[0], f"{STATISTICS}.{CORRECTIONS[0]}")
 LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights in place
 
 
-UNGATED = replace(LLAMA, mlp_projections=(None, "up_proj", "down_proj"))  # shared experts beside ungated ones
+BESIDE_UNGATED = replace(LLAMA, mlp_projections=UNGATED)  # shared experts beside experts without a gate
 
 
 class _CalledAsItIs(Exception):
@@ -191,13 +193,16 @@ class _Router:
 
     def __init__(self, block: nn.Module):
         self.module = _router_of(block)
-        inner = self.module._modules.get("gate")
-        self._takes_batches = inner is not None  # AFMoE's, [B, n, H]
-        self._name = "weight" if inner is None else "gate.weight"
-        self.weight = (self.module if inner is None else inner)._parameters.get("weight")
-        own, beside = ({**part._parameters, **part._buffers} for part in (self.module, block))
+        name = next((name for name in INNER if name in self.module._modules), None)
+        self._takes_batches = name is not None  # AFMoE's, [B, n, H]
+        self._name = "weight" if name is None else f"{name}.weight"
+        self.weight = (self.module if name is None else self.module._modules[name])._parameters.get("weight")
+        statistics = self.module._modules.get(STATISTICS, self.module)
+        own, beside = ({**part._parameters, **part._buffers} for part in (statistics, block))
         self._beside = next((beside[name] for name in CORRECTIONS if name in beside), None)
         self.correction = own.get(CORRECTIONS[0]) if self._beside is None else self._beside
+        if self.correction is not None and statistics is not self.module and is_plain_tensor(self.correction):
+            self.correction = self.correction.squeeze(0)  # [1, E]
 
     def __call__(self, rows: Tensor, weight: Tensor | None = None) -> Any:
         """rows [n, H] -> (logits [n, E], weights [n, k], experts [n, k] int64), or what the router returns. weight
@@ -267,10 +272,10 @@ def _weights(
     router = _Router(block)
     if other := [name for name in (*block._parameters, *block._buffers) if name not in CORRECTIONS]:
         raise _CalledAsItIs(f"has {other[0]}, which is not known here")
-    for name, tensor in (*router.module.named_parameters(), *router.module.named_buffers()):
-        if name not in OF_ROUTERS and (name != UNUSED_CORRECTION or tensor.any()):
+    for name, _ in (*router.module.named_parameters(), *router.module.named_buffers()):
+        if name not in OF_ROUTERS:
             raise _CalledAsItIs(f"has {name} in its router, which is not read")
-    shared = next((name for name in ("shared_expert", "shared_experts") if hasattr(block, name)), None)
+    shared = next((name for name in SHARED if hasattr(block, name)), None)
     routing = _routing_of(router, dtype)
     return ExpertWeights(
         routing=replace(routing, scale=routing.scale * _scale_beside_router(block)),
@@ -284,7 +289,9 @@ def _weights(
         interleaved=interleaved,
         clamp=clamp,
         gated=gated,
-        shared=None if shared is None else ModuleReader(block, root, styles).mlp(shared, LLAMA if gated else UNGATED),
+        shared=None
+        if shared is None
+        else ModuleReader(block, root, styles).mlp(shared, LLAMA if gated else BESIDE_UNGATED),
         shared_gate=_gate_of_shared(block),
     )
 
@@ -352,7 +359,7 @@ def _routing_of(router: _Router, dtype: torch.dtype) -> Routing:
     ops, bias, judged = make_operations(kernels=False), router.module._parameters.get("bias"), []
     routings = _possible_routings(router, dtype, weights_in_fp32=out[1].dtype == torch.float32)
     for routing in routings:
-        found = ops.route(rows, weight, bias, correction if routing.score == "sigmoid" else None, routing)
+        found = ops.route(rows, weight, bias, correction, routing)
         weights, ours = found.weights.sort(dim=1).values.float(), found.experts.long().sort(dim=1).values
         same = (ours == theirs).all(1)
         if correction is None:  # of equal logits, either expert may be chosen
@@ -379,22 +386,20 @@ def _possible_routings(router: _Router, dtype: torch.dtype, weights_in_fp32: boo
         chosen_groups=getattr(module, "topk_group", None) or 1,
         scale=scale,
     )
-    routings, sigmoids = [], [of_sigmoid]
-    if router.correction is None and weight.dtype == dtype:
-        routings.append(of_softmax)
-        if scale != 1.0:
-            routings.append(replace(of_softmax, scale=scale))
-        if renormalised:
-            routings.append(replace(of_softmax, score="softmax_of_chosen"))  # equal up to rounding
-        if not hasattr(module, "norm_topk_prob"):  # DeepSeek-V2's never is
-            routings.append(replace(of_softmax, renormalised=False, scale=scale))
+    softmaxes, sigmoids = [of_softmax], [of_sigmoid]
+    if scale != 1.0:
+        softmaxes.append(replace(of_softmax, scale=scale))
+    if renormalised and router.correction is None:
+        softmaxes.append(replace(of_softmax, score="softmax_of_chosen"))  # equal up to rounding
+    if not hasattr(module, "norm_topk_prob"):  # DeepSeek-V2's never is
+        softmaxes.append(replace(of_softmax, renormalised=False, scale=scale))
     if renormalised:
         sigmoids += [replace(of_sigmoid, eps=eps) for eps in EPS]
-    routings += sigmoids
-    if weight.dtype == dtype != torch.float32:
-        routings += [replace(routing, rounded_logits=True) for routing in sigmoids]
-        routings += [replace(routing, rounded_scores=True) for routing in sigmoids]
-    return routings
+    in_fp32 = [replace(routing, rounded_logits=False) for routing in (*softmaxes, *sigmoids)]
+    if weight.dtype != dtype:
+        return in_fp32
+    rounded_scores = [replace(routing, rounded_scores=True) for routing in sigmoids]
+    return [*softmaxes, *in_fp32, *sigmoids, *rounded_scores]
 
 
 def _probe(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -57,19 +57,23 @@ STYLES = {
 """Styles by their names in transformers' plans."""
 
 PLACES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "up_proj", "c_fc"), (*_ROWS, *_GATHERED)),
+    **dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "up_proj", "c_fc", "fc1"), (*_ROWS, *_GATHERED)
+    ),
     **dict.fromkeys(("qkv_proj", "gate_up_proj", "lm_head"), _GATHERED),
     **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), _GATHERED),
     "out_proj": _GATHERED,
-    **dict.fromkeys(("o_proj", "down_proj", "c_proj"), (*_COLUMNS, *_SPLIT)),
+    **dict.fromkeys(("o_proj", "dense", "down_proj", "c_proj", "fc2"), (*_COLUMNS, *_SPLIT)),
     **dict.fromkeys(("embed_tokens", "embeddings"), ("embedding_rowwise",)),
 }
 """The allowed styles of a module, by the last name of its path. Nothing else may be sharded."""
 
 BLOCKS = {
     "o_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj", "g_proj", "gate_proj"),
+    "dense": ("q_proj", "k_proj", "v_proj"),
     "down_proj": ("gate_proj", "up_proj", "gate_up_proj"),
     "c_proj": ("c_fc",),
+    "fc2": ("fc1",),
 }
 """Modules that read the outputs of others in their block."""
 
@@ -125,7 +129,7 @@ def styles_of(model: nn.Module) -> Styles:
 
 def _named(plan: dict[str, str], path: str) -> str | None:
     """The name of a module's style in a plan."""
-    return plan.get(path, plan.get(re.sub(r"\d+", "*", path)))
+    return plan.get(path, plan.get(re.sub(r"\b\d+\b", "*", path)))
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

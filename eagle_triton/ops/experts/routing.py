@@ -86,6 +86,8 @@ def _route_kernel(
             score = rounded(score, DTYPE)
         order = score
         if correction is not None:
+            if SCORE == "softmax":
+                order = _softmax(score, real[:, None, :])
             order += tl.load(correction.ptr + expert * correction.item, mask=real, other=0.0)[:, None, :]
         order = tl.where(there & (order == order), order, float("-inf"))  # a NaN is chosen last, and keeps its weight
         if CHOSEN_GROUPS is not None:
@@ -190,6 +192,14 @@ def _sort_key(order):
 
 
 @triton.jit
+def _softmax(logits, real):
+    """The softmax of each row of logits [groups, rows, members]."""
+    top = tl.max(tl.max(tl.where(real, logits, float("-inf")), axis=0), axis=1)
+    every = tl.where(real, tl.exp(logits - top[None, :, None]), 0.0)
+    return every / tl.sum(tl.sum(every, axis=0), axis=1)[None, :, None]
+
+
+@triton.jit
 def _weights_of(value, score, taken, real, eps, SCORE: tl.constexpr, RENORMALISED: tl.constexpr):
     """The weights of the chosen experts, from their scores `value` [rows, BLOCK_J] and all scores of a row."""
     if SCORE != "sigmoid":
@@ -235,9 +245,9 @@ def _list_hit_experts(words, expert, routes, slots):
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
     """The experts that each row chooses, and their weights.
 
-    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E], added to scores only for the choice. With
-    "sigmoid" the logits are fp32 unless they are rounded, and the weight may be; otherwise they are rounded to x's
-    dtype. Equal scores are ordered by index. Raises ValueError if shapes, dtypes or sizes do not fit.
+    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E], added to scores only for the choice. The weight
+    may be fp32 if logits are not rounded. Equal scores are ordered by index. Raises ValueError if shapes, dtypes or
+    sizes do not fit.
     """
     check_route(x, weight, bias, correction, routing)
     x = contiguous_rows(x)
@@ -258,8 +268,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
         x.new_empty(blocks, count, dtype=torch.int64),
         arrivals_of(x.device, 1 + blocks),
     )
-    rounds = routing.score != "sigmoid" or routing.rounded_logits or routing.rounded_scores
-    logits = x.dtype if rounds else torch.float32
+    logits = x.dtype if routing.rounded_logits else torch.float32
     overlapped(_route_kernel, (triton.cdiv(count, _EXPERTS), splits, blocks), x.device)(
         Rows.of(x),
         view(Matrix, weight),
