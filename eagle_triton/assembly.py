@@ -25,7 +25,7 @@ from eagle_triton.families.assistants import draft_from_assistant
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.reading.block_drafter import read_block_drafter
 from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures, notes_on_stored
-from eagle_triton.families.reading.module_reader import check_readable
+from eagle_triton.families.reading.module_reader import check_readable, note_on_activations
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.families.reading.quantised import note_on_called, with_quantised
 from eagle_triton.models.block_drafter import BlockDrafter
@@ -159,6 +159,8 @@ def assemble(
     notes |= notes_on_stored(layers)
     if (called := note_on_mixtures(layers)) is not None:
         notes["experts"] = called
+    if (called := note_on_activations(layers)) is not None:
+        notes["activation"] = called
     prefixes = bool(options.prefixes)
     if options.prefixes == "auto" and view.dtype != torch.float32 and view.by_token:  # others reuse nothing, and say so
         prefixes, notes["prefixes"] = False, _COMPUTED_AGAIN

@@ -305,11 +305,11 @@ BROKEN = {
     ),
     "longrope": (lambda m: set_rotary(m, Qwen3RotaryEmbedding("longrope")), "got 'longrope'"),
     "another activation": (
-        lambda m: setattr(m.base_model.model.layers[1].mlp, "act_fn", nn.GELU()),
+        lambda m: setattr(m.base_model.model.layers[1].mlp, "act_fn", nn.Softmax(-1)),
         r"layers\.1\.mlp\.act_fn must be SiLU",
     ),
     "another activation in the head": (
-        lambda m: setattr(m.ea_layer.midlayer.mlp, "act_fn", nn.ReLU()),
+        lambda m: setattr(m.ea_layer.midlayer.mlp, "act_fn", nn.Softmax(-1)),
         r"model\.ea_layer\.midlayer\.mlp\.act_fn must be SiLU",
     ),
     "another norm": (

@@ -274,7 +274,7 @@ REFUSED = {
         r"draft_model\.model\.embed_tokens\.weight must be float32, bfloat16, float16, got torch\.int8",
     ),
     "another activation": (
-        lambda: damaged("model.layers.1.mlp.act_fn", nn.GELU()),
+        lambda: damaged("model.layers.1.mlp.act_fn", nn.Softmax(-1)),
         r"draft_model\.model\.layers\.1\.mlp\.act_fn must be SiLU",
     ),
     "dynamic rope": (

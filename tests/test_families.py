@@ -852,21 +852,52 @@ def test_families_with_layer_norms_decode_with_suffixes_and_by_other_models(mode
     assert engine.generate(ROWS[:1].tolist(), max_new_tokens=16)[1].tau == 4.0
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu2", "gelu_pytorch_tanh", "relu"])
-def test_activations_of_blocks_without_a_gate(activation):
+CALLED = ("quick_gelu", "relu", "leaky_relu")  # activations that no kernel computes
+
+
+@pytest.mark.parametrize(
+    ("case", "activation"),
+    [
+        *(("starcoder2", activation) for activation in ("silu", "gelu", "relu2", "gelu_pytorch_tanh", *CALLED)),
+        *(("llama yarn", activation) for activation in ("gelu", "gelu_pytorch_tanh", *CALLED)),
+    ],
+)
+def test_activations_with_and_without_a_gate(case, activation):
     with skipped_if_unknown():
-        model = tiny_family("starcoder2", hidden_act=activation, use_bias=False, sliding_window=None).to(DEVICE)
+        model = tiny_family(case, hidden_act=activation).to(DEVICE)
     want = generated(model)
-    if activation == "relu":
-        with pytest.raises(
-            UnsupportedModelError, match=r"layers\.0\.mlp\.act must be SiLU or GELU with tanh or GELU or squared ReLU"
-        ):
-            optimize_with_triton(model)
-        return
     logits = generated(model, **WITH_LOGITS, max_new_tokens=1).logits[0]
     torch.testing.assert_close(first_logits(model), logits, atol=1e-4, rtol=1e-4)
-    with optimize_with_triton(model, model, TritonConfig(topk=2, num_steps=2))[1]:
+    with optimize_with_triton(model, model, TritonConfig(topk=2, num_steps=2))[1] as originals:
         assert torch.equal(generated(model), want)
+    called = activation in CALLED or (activation == "gelu" and case != "starcoder2")
+    assert ("activations are called as modules" in str(originals)) == called
+
+
+def test_an_activation_that_is_called_may_change_in_place_only():
+    with skipped_if_unknown():
+        model = tiny_family("apertus").to(DEVICE)
+    activation = model.model.layers[0].mlp.act_fn
+    before = generated(model)
+    with optimize_with_triton(model)[1]:
+        assert torch.equal(generated(model), before)
+        with torch.no_grad():
+            activation.alpha_p.add_(9)
+        got = generated(model)
+        model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+        with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.act_fn was (replaced|changed)"):
+            generated(model)
+    model.model.layers[0].mlp.act_fn = activation
+    assert torch.equal(got, generated(model)) and not torch.equal(got, before)
+
+
+@pytest.mark.parametrize("activation", [torch.nn.Softmax(-1), torch.nn.GLU(), torch.nn.Dropout(0.5), torch.relu])
+def test_activations_that_mix_elements_or_change_are_refused(activation):
+    model = tiny_family("llama yarn").to(DEVICE)
+    del model.model.layers[0].mlp.act_fn
+    model.model.layers[0].mlp.act_fn = activation
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mlp\.act_fn must be SiLU or GELU with tanh, got"):
+        optimize_with_triton(model)
 
 
 def test_the_scale_of_coheres_logits_is_the_models_own(models):

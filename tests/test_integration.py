@@ -203,7 +203,7 @@ def test_restored_in_the_middle_of_a_generation_and_after_an_exception_in_one():
 
 def test_nothing_changes_when_optimising_fails():
     model = tiny_model()
-    model.base_model.model.layers[2].mlp.act_fn = torch.nn.GELU()
+    model.base_model.model.layers[2].mlp.act_fn = torch.nn.Softmax(-1)
     state = dict(vars(model))
     with pytest.raises(UnsupportedModelError, match="layers.2.mlp.act_fn must be SiLU"):
         optimize_eagle_with_triton(model)

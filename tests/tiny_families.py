@@ -111,6 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
     "jais2": ("jais2", dict(mlp_bias=True, attention_bias=True)),
     "arcee": ("arcee", dict(mlp_bias=True)),
+    "apertus": ("apertus", {}),
     "nemotron": ("nemotron", dict(head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters={
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
     "ernie4_5": ("ernie4_5", dict(head_dim=16, use_bias=True)),
@@ -175,6 +176,7 @@ SIMILAR = (
     *("granitemoehybrid", "granitemoehybrid that rotates", "bamba"),  # likewise
     *("nemotron_h", "nemotron_h with experts", "stablelm one after the other", "lara_mini"),
     *("granitemoeshared without a shared expert", "granitemoe_swa", "sarvam_mla", "jais2", "arcee", "hunyuan_v1_moe"),
+    "apertus",
 )
 """Cases that show trees, kernels and heads nothing that others do not. tests/test_experts.py runs their mixtures."""
 
@@ -286,7 +288,7 @@ def tiny_seeing_family(kind: str, seed: int = 0, **text_options: Any) -> Any:
 def randomise(model: nn.Module, seed: int = 0) -> None:
     source = torch.Generator().manual_seed(seed)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "inv_freq" in name or "embed_scale" in name:
+        if "inv_freq" in name or "embed_scale" in name or not tensor.dim():
             continue
         mean = 1.0 if tensor.dim() == 1 and tensor.float().mean() > 0.9 else 0.0
         spread = 0.25 if tensor.dim() == 1 else 2.0 * tensor.shape[-1] ** -0.5

@@ -310,6 +310,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "jais2": Family(mlp_projections=UNGATED, layer_norm=True, shown_by_modules=("layer_norm_eps",)),
     "arcee": Family(mlp_projections=UNGATED),
+    "apertus": Family(norms=("attention_layernorm", None, "feedforward_layernorm", None), mlp_projections=UNGATED),
     "nemotron": Family(mlp_projections=UNGATED, layer_norm=True, shown_by_modules=("norm_eps",)),
     "ernie4_5": ERNIE,
     "ernie4_5_moe": replace(

@@ -123,12 +123,12 @@ class Rotary:
 @dataclass(frozen=True)
 class MLP:
     """SwiGLU block: down(silu(gate(x)) * up(x)), or with another `activation` that ops.swiglu takes. Without a gate
-    down(activation(up(x))), of those that ops.activate takes."""
+    down(activation(up(x))), of those that ops.activate takes. Other activations are modules, which are called."""
 
     gate: Projection | None
     up: Projection
     down: Projection
-    activation: str = "silu"
+    activation: str | nn.Module = "silu"
 
     @property
     def inputs(self) -> tuple[Projection, ...]:
@@ -490,11 +490,13 @@ def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_r
             return _chosen_experts(ops, mlp, mlp.weights, x, tune_for_rows)
         out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
-    gate, up = mlp.gate, mlp.up
+    gate, up, activation = mlp.gate, mlp.up, mlp.activation
     if gate is None:
         (raised,) = project_stack(ops, (up,), x, keep_splits=True, tune_for_rows=tune_for_rows)
-        return project_split(ops, mlp.down, ops.activate(raised, mlp.activation), tune_for_rows)
-    plain = gate.bias is None and up.bias is None and gate.joined_over is None
+        known = isinstance(activation, str)
+        inner = ops.activate(raised, activation) if known else activation(total_of(raised))
+        return project_split(ops, mlp.down, inner, tune_for_rows)
+    plain = gate.bias is None and up.bias is None and gate.joined_over is None and isinstance(activation, str)
     if plain and gate.weight is not None and up.weight is not None:
         inner = ops.linear_swiglu(
             x,
@@ -502,11 +504,12 @@ def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_r
             up.weight,
             tune_for_rows=tune_for_rows,
             row_format=row_format_of(mlp.down),
-            activation=mlp.activation,
+            activation=activation,
         )
     else:
-        gated, raised = project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows)
-        inner = ops.swiglu(total_of(gated), total_of(raised), activation=mlp.activation)
+        gated, raised = map(total_of, project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows))
+        known = isinstance(activation, str)
+        inner = ops.swiglu(gated, raised, activation=activation) if known else activation(gated) * raised
     return project_split(ops, mlp.down, inner, tune_for_rows)
 
 
