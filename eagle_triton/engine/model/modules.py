@@ -493,11 +493,14 @@ def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_r
     gate, up, activation = mlp.gate, mlp.up, mlp.activation
     if gate is None:
         (raised,) = project_stack(ops, (up,), x, keep_splits=True, tune_for_rows=tune_for_rows)
-        known = isinstance(activation, str)
-        inner = ops.activate(raised, activation) if known else activation(total_of(raised))
-        return project_split(ops, mlp.down, inner, tune_for_rows)
-    plain = gate.bias is None and up.bias is None and gate.joined_over is None and isinstance(activation, str)
-    if plain and gate.weight is not None and up.weight is not None:
+        if isinstance(activation, str):
+            return project_split(ops, mlp.down, ops.activate(raised, activation), tune_for_rows)
+        return project_split(ops, mlp.down, activation(total_of(raised)), tune_for_rows)
+    plain = gate.bias is None and up.bias is None and gate.joined_over is None
+    if not isinstance(activation, str):
+        gated, raised = project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows)
+        inner = activation(total_of(gated)) * total_of(raised)
+    elif plain and gate.weight is not None and up.weight is not None:
         inner = ops.linear_swiglu(
             x,
             gate.weight,
@@ -507,9 +510,8 @@ def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_r
             activation=activation,
         )
     else:
-        gated, raised = map(total_of, project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows))
-        known = isinstance(activation, str)
-        inner = ops.swiglu(gated, raised, activation=activation) if known else activation(gated) * raised
+        gated, raised = project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows)
+        inner = ops.swiglu(total_of(gated), total_of(raised), activation=activation)
     return project_split(ops, mlp.down, inner, tune_for_rows)
 
 
