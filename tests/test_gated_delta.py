@@ -216,6 +216,7 @@ def test_gating(A_log, a, dt_bias, b, g, beta):
     values = [torch.full((1, 1, 1, 1), x) for x in (a, b)] + [torch.full((1,), x) for x in (A_log, dt_bias)]
     got = reference.gating(*values)
     torch.testing.assert_close(torch.stack(got).flatten(), torch.tensor([g, beta]), rtol=2e-6, atol=0)
+    assert torch.equal(reference.gating(*values, max_beta=2.0)[1], 2 * got[1])
 
 
 def by_hand() -> Layer:
@@ -619,6 +620,18 @@ WRITTEN = {
 @pytest.mark.parametrize("name", OPERANDS)
 def test_kernels_agree_with_references(device, name, dtype):
     check_against_reference(name, OPERANDS[name](dtype=dtype, device=device), WRITTEN[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["delta_tree", "delta_chunk", "delta_recurrent"])
+def test_a_beta_above_one(device, name, dtype):
+    """It is twice the sigmoid, so that a state may change its sign (OLMo Hybrid)."""
+    operands = OPERANDS[name](dtype=dtype, device=device)
+    plain = copied(operands)
+    check_against_reference(name, {**operands, "max_beta": 2.0}, WRITTEN[name])
+    assert not torch.equal(getattr(kernels, name)(**plain), getattr(reference, name)(**{**plain, "max_beta": 2.0}))
+    with pytest.raises(ValueError, match=f"^{name}: max_beta needs b"):
+        getattr(kernels, name)(**{**mamba_operands(name, dtype, device), "max_beta": 2.0})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -1083,7 +1096,7 @@ def test_kernels_sum_over_a_state_in_one_order():
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     kernels, layouts = zip(*(line.split(": ", 1) for line in result.stdout.splitlines()), strict=True)
-    assert len(kernels) == 5 and all("128x32xf32" in layout for layout in layouts), result.stdout
+    assert len(kernels) == 6 and all("128x32xf32" in layout for layout in layouts), result.stdout
     of_states = [re.findall(r"128x32xf32 [^>]+>", layout) for layout in layouts]
     assert all(found == of_states[0] for found in of_states), result.stdout
 

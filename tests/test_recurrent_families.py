@@ -19,6 +19,9 @@ FAMILIES = (
     "bamba",
     "nemotron_h",
     "nemotron_h with experts",
+    "lara_mini",
+    "olmo_hybrid",
+    "olmo_hybrid as released",
 )
 NEW = 14
 LENGTHS = (1, 2, 5, 21, 64, 65, 130)  # shorter than a window, and about as long as a page

@@ -47,6 +47,9 @@ MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_expand=2,
     layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"])  # fmt: skip
 LFM = dict(conv_L_cache=3, layer_types=["conv", "full_attention", "conv", "conv"])
 
+OLMO_HYBRID = dict(linear_key_head_dim=16, linear_value_head_dim=32, linear_num_key_heads=4, linear_num_value_heads=4,
+    layer_types=MAMBA["layer_types"])  # fmt: skip
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", dict(rope_parameters=YARN)),
     "ministral3": ("ministral3", dict(head_dim=16, sliding_window=8, rope_parameters={
@@ -143,6 +146,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lara_mini": ("lara_mini", dict(num_experts=8, shared_expert_intermediate_size=48, linear_key_head_dim=16,
         linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, layer_types=[
         "linear_attention", "sliding_attention", "linear_attention", "full_attention"], **SLIDING, **QWEN_EXPERTS)),
+    "olmo_hybrid": ("olmo_hybrid", OLMO_HYBRID | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4})),
+    "olmo_hybrid as released": ("olmo_hybrid", OLMO_HYBRID | dict(rope_parameters=None)),
     "minimax_m2": ("minimax_m2", dict(head_dim=16, num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
     "hy_v3": ("hy_v3", dict(head_dim=16, num_experts=8, router_scaling_factor=1.5, **QWEN_EXPERTS)),
@@ -175,6 +180,7 @@ SIMILAR = (
     *("lfm2", "lfm2_moe", "lfm3"),  # without heads and trees of the model itself: see test_recurrent_families.py
     *("granitemoehybrid", "granitemoehybrid that rotates", "bamba"),  # likewise
     *("nemotron_h", "nemotron_h with experts", "stablelm one after the other", "lara_mini"),
+    *("olmo_hybrid", "olmo_hybrid as released"),
     *("granitemoeshared without a shared expert", "granitemoe_swa", "sarvam_mla", "jais2", "arcee", "hunyuan_v1_moe"),
     "apertus",
 )

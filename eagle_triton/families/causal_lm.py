@@ -295,6 +295,8 @@ class LayerReader:
         self._family = FAMILIES[config.model_type]
         name = self._family.rotary
         optional = getattr(config, "position_embedding_type", "rope") != "rope"  # Granite 4's
+        if self._family.optional_rotary:
+            optional = (config.rope_parameters or {}).get("rope_theta") is None
         missing = name is None or (optional and getattr(body.module, name, body) is None)
         self._rotary = None if name is None or missing else body.at(name)
         self._local_rotary = getattr(body.module, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
@@ -323,11 +325,12 @@ class LayerReader:
         switch = family.parallel_switch
         parallel = family.parallel if switch is None else read.value(switch, bool)
         absent = (nn.Identity, type(None)) if parallel else nn.Identity
+        names = family.norms if hasattr(read.module, family.attention) else family.recurrent_norms or family.norms
         norms = [
             None
             if name is None or isinstance(read.value(name), absent)
             else read.norm(name, layer_norm=family.layer_norm)
-            for name in family.norms
+            for name in names
         ]
         input_norm, mixer_norm, post_norm, mlp_norm = norms
         return Layer(

@@ -43,6 +43,8 @@ class Family:
 
     norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     """Before and after the mixer, before and after the MLP."""
+    recurrent_norms: Norms | None = None
+    """The same of layers without attention, if they have others."""
     mlp: str = "mlp"
     mlp_projections: tuple[str | None, str, str] = ("gate_proj", "up_proj", "down_proj")
     """The first is None in MLPs without a gate."""
@@ -57,6 +59,8 @@ class Family:
     attention: str = "self_attn"
     rotary: str | None = "rotary_emb"
     """None: nothing rotates."""
+    optional_rotary: bool = False
+    """Without a rope_theta nothing rotates."""
     embedding: str = "embed_tokens"
     last_norm: str = "norm"
     single_blocks: bool = False
@@ -429,6 +433,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
     "qwen3_5_text": GATED_DELTA,
+    "olmo_hybrid": replace(
+        GATED_DELTA,
+        norms=AFTER_BLOCKS,
+        recurrent_norms=LLAMA.norms,
+        optional_rotary=True,
+        rotary_in_fp32=True,
+        shown_by_modules=(
+            *GATED_DELTA.shown_by_modules,
+            *("linear_allow_neg_eigval", "linear_a_log_min", "linear_a_log_max"),
+            *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+        ),
+    ),
     "qwen3_5_moe_text": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
 }
 WITH_IMAGES = (

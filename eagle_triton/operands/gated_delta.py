@@ -128,7 +128,10 @@ def check_delta(
     skip: Tensor | None = None,
     active: Tensor | None = None,
     limited: Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> None:
+    if b is None and max_beta != 1.0:
+        raise ValueError(f"{name}: max_beta needs b, which Mamba-2 has not")
     if b is not None and not (skip is None and limited is None):
         raise ValueError(f"{name}: only Mamba-2, which has no b, has skip and limited")
     sizes = check_tensors(name, {"a": (a, "B n>0 H R", mixed.dtype)}, device=mixed.device)

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,16 +159,17 @@ def delta_tree(
     *,
     gates: Tensor | None = None,
     skip: Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> Tensor:
     """Outputs [B, n, HV, V] of a tree's nodes, each after `state` and its ancestors. The state does not change.
 
-    n is at most 64; no node is deeper than `depth`; A_log, dt_bias, skip [HV]; `gates` is filled if given. Raises
-    ValueError if shapes, dtypes or devices do not fit.
+    n is at most 64; no node is deeper than `depth`; A_log, dt_bias, skip [HV]; `gates` is filled if given; beta is
+    between 0 and `max_beta`. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state, skip=skip)
+    operands.check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state, skip=skip, max_beta=max_beta)
     operands.check_tree(mixed, state, ancestors, depth, gates)
     q, k, v = _heads(mixed, state, b is not None)
-    g, beta = gating(a, b, A_log, dt_bias)
+    g, beta = gating(a, b, A_log, dt_bias, max_beta=max_beta)
     count = mixed.shape[1]
     node = torch.arange(count, device=mixed.device)
     seen = ((ancestors[..., 0, None] >> node) & 1).bool()[:, None]  # [B, 1, n, n]
@@ -191,6 +193,7 @@ def delta_chunk(
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     limited: Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> Tensor:
     """`delta_recurrent` in chunks of 64 tokens: each chunk is computed as a tree that is a chain, then the state is
     updated.
@@ -198,13 +201,16 @@ def delta_chunk(
     pieces: the B rows are pieces of prompts in some slots, and `state` [slots, HV, K, V] has all slots. Each piece is a
     chunk of at most 64 tokens.
     """
-    operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces, skip, limited=limited)
+    operands.check_delta(
+        "delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces, skip, limited=limited, max_beta=max_beta
+    )
     if pieces is not None:
 
         def read(mixed: Tensor, a: Tensor, *others: Tensor) -> Tensor:
             own_b = None if b is None else others[0]
             own = None if limited is None else others[0].sum(1, dtype=torch.int32)  # the first of the sequence's tokens
-            return delta_chunk(mixed, a, own_b, A_log, dt_bias, others[-1], skip=skip, dt_limit=dt_limit, limited=own)
+            options: dict[str, Any] = dict(skip=skip, dt_limit=dt_limit, limited=own, max_beta=max_beta)
+            return delta_chunk(mixed, a, own_b, A_log, dt_bias, others[-1], **options)
 
         out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)
         further = [] if b is None else [b]
@@ -216,7 +222,7 @@ def delta_chunk(
         part = slice(first, first + MAX_NODES)
         q, k, v = _heads(mixed[:, part], state, b is not None)
         own_b, own = None if b is None else b[:, part], None if limited is None else limited - first
-        g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], own_b, A_log, dt_bias, dt_limit, own))
+        g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], own_b, A_log, dt_bias, dt_limit, own, max_beta))
         total = g.double().cumsum(-1)
         seen = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).tril()
         chunk, update = _outputs(q, k, v, beta, total, seen, state, b is not None)
@@ -254,18 +260,18 @@ def delta_recurrent(
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     limited: Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> Tensor:
     """Outputs [B, n, HV, V] of consecutive tokens; `state` is updated in place, token by token, with `active` [B] bool
     only that of active sequences.
 
     A_log, dt_bias, skip [HV]. limited [B] int32: dt_limit is for that many first tokens of each row; None: for all.
-    Raises ValueError if shapes, dtypes or devices do not fit.
+    beta is between 0 and `max_beta`. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    operands.check_delta(
-        "delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip, active=active, limited=limited
-    )
+    further: dict[str, Any] = dict(skip=skip, active=active, limited=limited, max_beta=max_beta)
+    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, **further)
     q, k, v = _heads(mixed, state, b is not None)
-    g, beta = gating(a, b, A_log, dt_bias, dt_limit, limited)
+    g, beta = gating(a, b, A_log, dt_bias, dt_limit, limited, max_beta)
     outputs, after = [], state
     for token in range(mixed.shape[1]):
         after = _next_state(after, k[:, :, token], v[:, :, token], g[:, token], beta[:, token], b is not None)
@@ -342,9 +348,10 @@ def gating(
     dt_bias: Tensor,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     limited: Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b) rounded to b's dtype: [B, n, HV] fp32 each. Without
-    b the softplus is within dt_limit, and beta is the same."""
+    """g = -exp(A_log) softplus(a + dt_bias), and beta = max_beta sigmoid(b), each operation rounded to b's dtype:
+    [B, n, HV] fp32 each. Without b the softplus is within dt_limit, and beta is the same."""
     dt = functional.softplus(a.flatten(2).float() + dt_bias.float())
     if b is None:
         within = dt.clamp(*dt_limit)
@@ -353,7 +360,7 @@ def gating(
             within = torch.where((row < limited[:, None])[..., None], within, dt)
         dt = beta = within
     else:
-        beta = b.flatten(2).sigmoid().float()
+        beta = (b.flatten(2).sigmoid() * max_beta).float()
     return -A_log.float().exp() * dt, beta
 
 

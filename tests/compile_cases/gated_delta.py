@@ -75,6 +75,7 @@ CASES = [
     ),
     *launches("a node", *_tree(1), gates=fp32(4, 1, 2, _HV)),
     *launches("tokens", kernels.delta_recurrent, *_tokens(1)),
+    *launches("tokens with a beta above 1", kernels.delta_recurrent, *_tokens(1), max_beta=2.0),
     *launches("a plain step", kernels.delta_recurrent, *_tokens(1), active=empty(4, dtype=torch.bool)),
     *launches("a plain step", _conv, 1, active=empty(4, dtype=torch.bool)),
     *(

@@ -1,4 +1,4 @@
-"""Gated delta nets (Yang et al., arXiv 2412.06464), the recurrent layers of Qwen3-Next and Qwen3.5.
+"""Gated delta nets (Yang et al., arXiv 2412.06464), the recurrent layers of Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
 A layer remembers one state for each head, and the last input rows of its convolution. A forward over trees changes
 neither: nodes see their ancestors by the parallel form in reference/gated_delta.py. A commit replays the accepted path
@@ -8,7 +8,7 @@ token by token, so the state depends on the committed tokens only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,8 +89,8 @@ class GatedDeltaCache(RecurrentCache):
 class GatedDelta(Mixer):
     """Causal convolution, gated delta rule, gated norm. H key heads of K, HV = H * R value heads of V.
 
-    inputs: the products that give q, k, v, z, b and a: (qkv, z, b, a) in Qwen3.5, or (qkvz, ba) with rows grouped by
-    key head in Qwen3-Next.
+    inputs: the products that give q, k, v, z, b and a: (qkv, z, b, a) in Qwen3.5, (qkvz, ba) with rows grouped by key
+    head in Qwen3-Next, or one each in OLMo Hybrid. max_beta: beta is between 0 and it.
     """
 
     inputs: tuple[Projection, ...]
@@ -103,6 +103,7 @@ class GatedDelta(Mixer):
     num_v_heads: int
     k_dim: int
     v_dim: int
+    max_beta: float = 1.0
 
     max_nodes: ClassVar[int | None] = MAX_NODES
     reads_pieces: ClassVar[bool] = True
@@ -122,19 +123,20 @@ class GatedDelta(Mixer):
         x = whole_of(x)
         q, k, v, z, b, a = self.products(ops, x, rows.tune_for_rows)
         gating = (a, b, self.A_log, self.dt_bias)
+        options: dict[str, Any] = dict(max_beta=self.max_beta)
         if rows.ancestors is None or rows.active is not None:
             mixed = ops.causal_conv(q, k, v, self.conv, cache.window, active=rows.active, pieces=cache.pieces)
             if cache.pieces is not None:
-                out = ops.delta_chunk(mixed, *gating, cache.state, cache.pieces)
+                out = ops.delta_chunk(mixed, *gating, cache.state, cache.pieces, **options)
             elif x.shape[1] <= RECURRENT_TOKENS:
-                out = ops.delta_recurrent(mixed, *gating, cache.state, active=rows.active)
+                out = ops.delta_recurrent(mixed, *gating, cache.state, active=rows.active, **options)
             else:
-                out = ops.delta_chunk(mixed, *gating, cache.state)
+                out = ops.delta_chunk(mixed, *gating, cache.state, **options)
         else:
             assert cache.pending is not None, "a forward over trees needs pending tensors"
             raw, mixed, gates = cache.pending
             ops.causal_conv(q, k, v, self.conv, cache.window, rows.ancestors, raw=raw, out=mixed)
-            out = ops.delta_tree(mixed, *gating, cache.state, rows.ancestors, rows.depth, gates=gates)
+            out = ops.delta_tree(mixed, *gating, cache.state, rows.ancestors, rows.depth, gates=gates, **options)
         normed = ops.gated_norm(out, z, self.norm.weight, self.norm.eps)
         return project_split(ops, self.o, normed, rows.tune_for_rows)
 
@@ -149,5 +151,6 @@ class GatedDelta(Mixer):
         if len(products) == 2:
             qkvz, ba = by_head
             return (*qkvz.split((self.k_dim, self.k_dim, values, values), -1), *ba.split(shared, -1))
-        q, k, v = products[0].split((heads * self.k_dim, heads * self.k_dim, heads * values), -1)
+        keys = heads * self.k_dim
+        q, k, v = products[:3] if len(products) == 6 else products[0].split((keys, keys, heads * values), -1)
         return (*(part.unflatten(-1, (heads, -1)) for part in (q, k, v)), *by_head)

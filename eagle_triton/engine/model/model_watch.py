@@ -60,7 +60,7 @@ MODULE_FIELDS = {
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # for SafeAILab's models
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     *("first_kv_shared_layer_idx", "max_norm", "use_rope", "is_local_attention", "with_scale", "has_bias"),
-    *("gate_per_head", "is_attention_layer", "use_expert_bias"),
+    *("gate_per_head", "is_attention_layer", "use_expert_bias", "allow_neg_eigval"),
     *("n_groups", "ssm_state_size", "intermediate_size", "conv_dim", "conv_kernel_size", "time_step_limit"),  # Mamba-2
     *("group_size", "activation", "block_type", "has_experts"),
     *("embedding_multiplier", "residual_multiplier", "act_fn", "logit_scale", "use_parallel_residual"),

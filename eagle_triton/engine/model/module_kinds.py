@@ -14,7 +14,7 @@ PROJECTIONS = frozenset(
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
         *("qkv_proj", "gate_up_proj", "g_proj", "w1", "w2", "w3", "in_proj", "c_fc", "c_proj"),
         *("input_linear", "output_linear", "dense", "fc1", "fc2"),
-        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "a_proj", "b_proj"),
         *("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"),
         *("pre_projection", "post_projection", "centroids"),
     }

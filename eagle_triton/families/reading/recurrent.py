@@ -16,6 +16,7 @@ from eagle_triton.families.reading.sharded import outputs_of
 LAYOUTS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Qwen3.5
     ("in_proj_qkvz", "in_proj_ba"),  # Qwen3-Next: rows stand together by key head
+    ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),  # OLMo Hybrid
 )
 
 
@@ -36,18 +37,22 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
     rows = {
         **{"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": value_heads, "in_proj_a": value_heads},
         **{"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * value_heads},
+        **{"q_proj": keys, "k_proj": keys, "v_proj": values},
+        **{"g_proj": values, "b_proj": value_heads, "a_proj": value_heads},
     }
+    norm, output = ("o_norm", "o_proj") if "q_proj" in layout else ("norm", "out_proj")
     return GatedDelta(
         inputs=tuple(_projection(read, name, rows[name]) for name in layout),
         conv=_read_taps(read, "conv1d", 2 * keys + values)[0],
         A_log=_read_by_head(read, "A_log", value_heads),
         dt_bias=_read_by_head(read, "dt_bias", value_heads),
-        norm=_read_gated_norm(read.at("norm"), value_dim)[0],
-        o=read.projection("out_proj"),
+        norm=_read_gated_norm(read.at(norm), value_dim)[0],
+        o=read.projection(output),
         num_k_heads=heads,
         num_v_heads=value_heads,
         k_dim=key_dim,
         v_dim=value_dim,
+        max_beta=2.0 if getattr(net, "allow_neg_eigval", False) else 1.0,
     )
 
 

@@ -224,12 +224,13 @@ def delta_chunk(
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     limited: Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> Tensor:
     """`delta_recurrent` by chunks of 64 tokens; see reference.gated_delta.delta_chunk.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces, skip, limited=limited)
+    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces, skip, limited=limited, max_beta=max_beta)
     check_rows_contiguous("delta_chunk", mixed=mixed, A_log=A_log, dt_bias=dt_bias, skip=skip)
     check_heads_contiguous("delta_chunk", "state", state)
     batch, count, _ = mixed.shape
@@ -246,7 +247,7 @@ def delta_chunk(
     rows, parts = view(BatchedRows, mixed), bf16_parts(mixed)
     overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
         rows,
-        GateInputs.of(a, b, A_log, dt_bias, None, dt_limit, limited),
+        GateInputs.of(a, b, A_log, dt_bias, None, dt_limit, limited, max_beta),
         None if pieces is None else pieces.counts,
         matrices,
         factors,

@@ -60,7 +60,7 @@ class HeadValues(NamedTuple):
 
 class GateInputs(NamedTuple):
     """The operands of g and beta. Without b: steps from `least_dt` to `most_dt` in the first `limited` [B] rows, or in
-    all, and perhaps a factor `skip` [HV] for values in the output."""
+    all, and perhaps a factor `skip` [HV] for values in the output. max_beta: None for 1."""
 
     a: HeadValues
     b: HeadValues | None
@@ -70,6 +70,7 @@ class GateInputs(NamedTuple):
     least_dt: float | None
     most_dt: float | None
     limited: Tensor | None
+    max_beta: float | None
 
     @staticmethod
     def of(
@@ -80,9 +81,11 @@ class GateInputs(NamedTuple):
         skip: Tensor | None = None,
         dt_limit: tuple[float, float] = (0.0, math.inf),
         limited: Tensor | None = None,
+        max_beta: float = 1.0,
     ) -> GateInputs:
         least, most = (None, None) if b is not None else dt_limit
-        return GateInputs(view(HeadValues, a), view(HeadValues, b), A_log, dt_bias, skip, least, most, limited)
+        largest = None if max_beta == 1.0 else max_beta
+        return GateInputs(view(HeadValues, a), view(HeadValues, b), A_log, dt_bias, skip, least, most, limited, largest)
 
 
 class States(NamedTuple):
@@ -101,8 +104,8 @@ def value_row(values, batch, value_head, SHARED: tl.constexpr):
 
 @triton.jit
 def gating(gate_inputs, batch, rows, a, b, A_log, dt_bias):
-    """g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), rounded to b's dtype; without b beta is dt, the
-    softplus within its limits, and g = -exp(A_log) dt."""
+    """g = -exp(A_log) softplus(a + dt_bias) and beta = max_beta sigmoid(b), rounded to b's dtype; without b beta is dt,
+    the softplus within its limits, and g = -exp(A_log) dt."""
     x = a.to(tl.float32) + dt_bias
     grown = tl.exp(tl.minimum(x, 20.0))
     one = 1.0 + grown
@@ -116,6 +119,8 @@ def gating(gate_inputs, batch, rows, a, b, A_log, dt_bias):
         beta = dt
     else:
         beta = rounded(1.0 / (1.0 + tl.exp(-b.to(tl.float32))), b.dtype)
+        if gate_inputs.max_beta is not None:
+            beta = rounded(beta * gate_inputs.max_beta, b.dtype)
     return -tl.exp(A_log) * dt, beta
 
 
@@ -241,15 +246,28 @@ def delta_recurrent(
     skip: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     limited: Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> Tensor:
     """Outputs of tokens that `state` takes in one by one, in place; see reference.gated_delta.delta_recurrent.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, skip=skip, active=active, limited=limited)
+    check_delta(
+        "delta_recurrent",
+        mixed,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        state,
+        skip=skip,
+        active=active,
+        limited=limited,
+        max_beta=max_beta,
+    )
     check_rows_contiguous("delta_recurrent", mixed=mixed, A_log=A_log, dt_bias=dt_bias, skip=skip)
     check_heads_contiguous("delta_recurrent", "state", state)
-    gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip, dt_limit, limited)
+    gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip, dt_limit, limited, max_beta)
     return launch_recurrent(mixed, gate_inputs, a.shape[2], state, None, keep=True, active=active)
 
 

@@ -222,17 +222,18 @@ def delta_tree(
     *,
     gates: Tensor | None = None,
     skip: Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> Tensor:
     """Outputs of a tree's nodes; see reference.gated_delta.delta_tree.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state, skip=skip)
+    check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state, skip=skip, max_beta=max_beta)
     check_tree(mixed, state, ancestors, depth, gates)
     check_rows_contiguous("delta_tree", mixed=mixed, A_log=A_log, dt_bias=dt_bias, gates=gates, skip=skip)
     check_heads_contiguous("delta_tree", "state", state)
     batch, count, _ = mixed.shape
-    gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip)
+    gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip, max_beta=max_beta)
     if count == 1:
         return launch_recurrent(mixed, gate_inputs, a.shape[2], state, gates, keep=False)
     _, value_heads, _, value_dim = state.shape
