@@ -146,7 +146,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lara_mini": ("lara_mini", dict(num_experts=8, shared_expert_intermediate_size=48, linear_key_head_dim=16,
         linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, layer_types=[
         "linear_attention", "sliding_attention", "linear_attention", "full_attention"], **SLIDING, **QWEN_EXPERTS)),
-    "olmo_hybrid as released": ("olmo_hybrid", OLMO_HYBRID | dict(rope_parameters=None)),
+    "olmo_hybrid as released": ("olmo_hybrid", OLMO_HYBRID | dict(rope_parameters={
+        "rope_type": "default", "rope_theta": None})),
     "olmo_hybrid": ("olmo_hybrid", OLMO_HYBRID | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4})),
     "minimax_m2": ("minimax_m2", dict(head_dim=16, num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
