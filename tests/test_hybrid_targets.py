@@ -152,10 +152,10 @@ def test_a_forward_that_is_interrupted_is_read_again_from_the_beginning(pairs, e
     engine, new = engine_of(*pairs(KIND), cuda_graph=False, packed=True), 24
     whole, calls = engine.ops.delta_chunk, itertools.count()
 
-    def interrupted(*operands):
+    def interrupted(*operands, **options):
         if next(calls) == 5:  # of the prompt's second forward, which three recurrent layers take in
             raise KeyboardInterrupt
-        return whole(*operands)
+        return whole(*operands, **options)
 
     def read(prefill, *forward):
         whole_read(prefill, *forward)
