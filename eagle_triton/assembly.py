@@ -23,9 +23,10 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, own_ea_model, safeailab
 from eagle_triton.families.assistants import draft_from_assistant
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.families.reading.activations import note_on_activations
 from eagle_triton.families.reading.block_drafter import read_block_drafter
 from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures, notes_on_stored
-from eagle_triton.families.reading.module_reader import check_readable, note_on_activations
+from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.families.reading.quantised import note_on_called, with_quantised
 from eagle_triton.models.block_drafter import BlockDrafter

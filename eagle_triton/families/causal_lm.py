@@ -350,6 +350,8 @@ class LayerReader:
     def _feed_forward(self, read: ModuleReader) -> MLP | Experts:
         def mixture(name: str) -> Experts:
             block = read.at(name)
+            if not is_mixture(block.module):  # Granite's, under transformers 4
+                raise UnknownLayerError(f"{block.path} must have experts and a router, got {block.module}")
             return read_experts(block.module, self._dtype, root=block.path, styles=block.styles)
 
         family, mlp = self._family, read.value(self._family.mlp)

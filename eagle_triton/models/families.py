@@ -203,7 +203,7 @@ LFM2 = Family(
 MAMBA2 = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "position_embedding_type"),
-    *("attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient", "shared_intermediate_size"),
+    *("attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient"),
     *("layers_block_type", "mlp_hidden_act", "use_mamba_kernels", "ssm_state_size", "mamba_num_heads"),
     *("mamba_head_dim", "mamba_hidden_act", "n_groups", "conv_kernel", "expand", "time_step_min", "time_step_max"),
     *("time_step_floor", "use_conv_bias", "chunk_size", "mamba_ssm_cache_dtype", "layer_norm_epsilon", "use_bias"),

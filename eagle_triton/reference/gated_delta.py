@@ -268,8 +268,7 @@ def delta_recurrent(
     A_log, dt_bias, skip [HV]. limited [B] int32: dt_limit is for that many first tokens of each row; None: for all.
     beta is between 0 and `max_beta`. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    further: dict[str, Any] = dict(skip=skip, active=active, limited=limited, max_beta=max_beta)
-    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, **further)
+    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, None, skip, active, limited, max_beta)
     q, k, v = _heads(mixed, state, b is not None)
     g, beta = gating(a, b, A_log, dt_bias, dt_limit, limited, max_beta)
     outputs, after = [], state

@@ -8,7 +8,7 @@ token by token, so the state depends on the committed tokens only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,20 +123,21 @@ class GatedDelta(Mixer):
         x = whole_of(x)
         q, k, v, z, b, a = self.products(ops, x, rows.tune_for_rows)
         gating = (a, b, self.A_log, self.dt_bias)
-        options: dict[str, Any] = dict(max_beta=self.max_beta)
         if rows.ancestors is None or rows.active is not None:
             mixed = ops.causal_conv(q, k, v, self.conv, cache.window, active=rows.active, pieces=cache.pieces)
             if cache.pieces is not None:
-                out = ops.delta_chunk(mixed, *gating, cache.state, cache.pieces, **options)
+                out = ops.delta_chunk(mixed, *gating, cache.state, cache.pieces, max_beta=self.max_beta)
             elif x.shape[1] <= RECURRENT_TOKENS:
-                out = ops.delta_recurrent(mixed, *gating, cache.state, active=rows.active, **options)
+                out = ops.delta_recurrent(mixed, *gating, cache.state, active=rows.active, max_beta=self.max_beta)
             else:
-                out = ops.delta_chunk(mixed, *gating, cache.state, **options)
+                out = ops.delta_chunk(mixed, *gating, cache.state, max_beta=self.max_beta)
         else:
             assert cache.pending is not None, "a forward over trees needs pending tensors"
             raw, mixed, gates = cache.pending
             ops.causal_conv(q, k, v, self.conv, cache.window, rows.ancestors, raw=raw, out=mixed)
-            out = ops.delta_tree(mixed, *gating, cache.state, rows.ancestors, rows.depth, gates=gates, **options)
+            out = ops.delta_tree(
+                mixed, *gating, cache.state, rows.ancestors, rows.depth, gates=gates, max_beta=self.max_beta
+            )
         normed = ops.gated_norm(out, z, self.norm.weight, self.norm.eps)
         return project_split(ops, self.o, normed, rows.tune_for_rows)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_ten
 from eagle_triton.engine.model.modules import MLP, Experts, Norm, Projection, Rotary, SharedEmbedding
 from eagle_triton.engine.operations import Operations
 from eagle_triton.errors import UnknownLayerError, UnsupportedModelError
+from eagle_triton.families.reading.activations import LABELS, is_elementwise, name_of_activation
 from eagle_triton.families.reading.sharded import (
     Styles,
     check_sharding,
@@ -31,7 +32,6 @@ from eagle_triton.runtime.row_formats import whole_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-_LABELS = {"silu": "SiLU", "gelu_tanh": "GELU with tanh", "gelu": "GELU", "relu2": "squared ReLU"}  # of activations
 SAME_BITS = 0.99  # the least share of equal numbers with the right kind of norm; with another kind a third differ
 ELSEWHERE = (
     'load it on one, without device_map; or shard it with tp_plan="auto" under torchrun; or use vLLM or SGLang, which '
@@ -229,22 +229,22 @@ class ModuleReader:
 
     def activation(self, path: str, known: tuple[str, ...] = ACTIVATIONS) -> str:
         """The name, of these, of the activation at a dotted path."""
-        if (name := _known_activation(self.value(path), known)) is None:
+        if (name := name_of_activation(self.value(path), known)) is None:
             raise self._unknown_activation(path, known)
         return name
 
     def activation_or_module(self, path: str, known: tuple[str, ...]) -> str | nn.Module:
         """The same; another activation as a module, if it computes each element alone."""
         activation = self.value(path)
-        if (name := _known_activation(activation, known)) is not None:
+        if (name := name_of_activation(activation, known)) is not None:
             return name
-        if not _is_elementwise(activation):
-            raise self._unknown_activation(path, known)
+        if not is_elementwise(activation):
+            raise self._unknown_activation(path, known, " or a module that computes each element alone")
         return activation
 
-    def _unknown_activation(self, path: str, known: tuple[str, ...]) -> UnknownLayerError:
-        labels = " or ".join(_LABELS[name] for name in known)
-        return UnknownLayerError(f"{self.path}.{path} must be {labels}, got {self.value(path)}")
+    def _unknown_activation(self, path: str, known: tuple[str, ...], others: str = "") -> UnknownLayerError:
+        labels = " or ".join(LABELS[name] for name in known)
+        return UnknownLayerError(f"{self.path}.{path} must be {labels}{others}, got {self.value(path)}")
 
     def layer(
         self, path: str, rotary: Rotary, *, mixer: Mixer | None = None, mlp: Experts | None = None, **attention: Any
@@ -443,54 +443,6 @@ def split_projection(packed: Projection, sizes: int | Sequence[int], where: str)
         assert isinstance(packed.module, nn.Module)
         return tuple(Projection(module=RowsOfProjection(packed.module, rows)) for rows in slices)
     return tuple(Projection(weight[rows], None if bias is None else bias[rows]) for rows in slices)
-
-
-def _probe_of(activation: Any) -> torch.Tensor:
-    """Numbers near and far from zero, [66], in the dtype and on the device of the activation's own tensors."""
-    own = next(iter(_tensors(activation)), torch.empty(0, dtype=torch.float32, device="cpu"))
-    near, far = (torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu") * step for step in (1, 50))
-    return torch.cat((near, far)).to(own)
-
-
-def _tensors(activation: Any) -> list[torch.Tensor]:
-    return [*activation.parameters(), *activation.buffers()] if isinstance(activation, nn.Module) else []
-
-
-def _known_activation(activation: Any, known: tuple[str, ...]) -> str | None:
-    """The name, of these, of an activation; None: it is another one."""
-    if _tensors(activation):
-        return None
-    probe = _probe_of(activation)
-    found = activation(probe)
-    alike = (name for name in known if torch.allclose(found, Operations.activate(probe, name), atol=1e-6))
-    return next(alike, None) if found.shape == probe.shape else None
-
-
-@torch.no_grad()
-def _is_elementwise(activation: Any) -> bool:
-    """Whether an activation is a module that computes each element alone, and the same each time."""
-    if not isinstance(activation, nn.Module):
-        return False
-    probe = _probe_of(activation)
-    rows = torch.stack((probe, probe.flip(0)))[None]
-    try:
-        found, alone = activation(rows), torch.stack([activation(row.reshape(1, 1, 1)) for row in rows.flatten()])
-    except (RuntimeError, TypeError, ValueError):  # a module that needs another shape, or other arguments
-        return False
-    if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (rows.shape, rows.dtype):
-        return False
-    return torch.allclose(found.flatten(), alone.flatten(), rtol=0.02)
-
-
-def note_on_activations(layers: Iterable[Layer]) -> str | None:
-    """The report's note on activations that are called as modules; None if there are none."""
-    found = list(layers)
-    shared = [mixture.weights.shared for layer in found for mixture in layer.mixtures if mixture.weights is not None]
-    blocks = [block for block in (*(layer.mlp for layer in found), *shared) if isinstance(block, MLP)]
-    called = [block.activation for block in blocks if isinstance(block.activation, nn.Module)]
-    if not called:
-        return None
-    return f"{len(called)} activations are called as modules, at their own speed; the first: {called[0]}"
 
 
 def _is_gated(q: Projection, rows: int, where: str) -> bool:

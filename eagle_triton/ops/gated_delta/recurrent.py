@@ -252,19 +252,7 @@ def delta_recurrent(
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta(
-        "delta_recurrent",
-        mixed,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        state,
-        skip=skip,
-        active=active,
-        limited=limited,
-        max_beta=max_beta,
-    )
+    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state, None, skip, active, limited, max_beta)
     check_rows_contiguous("delta_recurrent", mixed=mixed, A_log=A_log, dt_bias=dt_bias, skip=skip)
     check_heads_contiguous("delta_recurrent", "state", state)
     gate_inputs = GateInputs.of(a, b, A_log, dt_bias, skip, dt_limit, limited, max_beta)
